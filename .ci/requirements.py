@@ -1,0 +1,14 @@
+"""Print requirements of pyproject.toml, one a line: `build-system`, or the name of an extra."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+
+for name in sys.argv[1:]:
+    if name == "build-system":
+        requirements = PROJECT["build-system"]["requires"]
+    else:
+        requirements = PROJECT["project"]["optional-dependencies"][name]
+    print(*requirements, sep="\n")

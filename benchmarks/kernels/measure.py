@@ -1,0 +1,50 @@
+"""What every kernel needs: a clock for the slowest rank, peak memory, and a JSON report."""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+from mpi4py import MPI
+
+COMM = MPI.COMM_WORLD
+
+
+def slowest(call):
+    """Seconds that `call` takes on the slowest rank; all ranks start together."""
+    COMM.Barrier()
+    began = time.perf_counter()
+    call()
+    return COMM.allreduce(time.perf_counter() - began, MPI.MAX)
+
+
+def _status_mib(field):
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {field!r}: peak memory needs Linux")
+
+
+class PeakGrowth:
+    """Growth in MiB of this process's peak resident memory inside a `with` block."""
+
+    def __enter__(self):
+        # Where the peak cannot be reset the earlier one stays: too large, never too small.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        self._before = _status_mib("VmRSS")
+        return self
+
+    def __exit__(self, *exception):
+        self.mib = _status_mib("VmHWM") - self._before
+
+    def largest(self):
+        """The growth on the rank where it is largest."""
+        return COMM.allreduce(self.mib, MPI.MAX)
+
+
+def report(**figures):
+    """Print the figures as one JSON line, on rank 0 only."""
+    if COMM.Get_rank() == 0:
+        library = MPI.Get_library_version().split("\n")[0].strip("\x00 ")
+        print(json.dumps({**figures, "mpi": " ".join(library.split())}), flush=True)

@@ -1,0 +1,109 @@
+"""Starts a kernel on several ranks and reads its JSON line. Never imports MPI itself."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+XLA_THREADS = "--xla_cpu_multi_thread_eigen=false"
+THREAD_VARIABLES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class LaunchError(RuntimeError):
+    """A kernel did not run to its end; the text holds the last lines it wrote."""
+
+
+def tool(name):
+    """Path of an MPI tool: this environment's own before any other on PATH, or None."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def thread_limits():
+    """The variables that keep each rank from using more than its share of the cores."""
+    return {**THREAD_VARIABLES, "XLA_FLAGS": XLA_THREADS}
+
+
+def _environment():
+    env = {**os.environ, **THREAD_VARIABLES, "JAX_PLATFORMS": "cpu"}
+    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {XLA_THREADS}".strip()
+    return env
+
+
+def build(source, folder):
+    """Compile a C kernel with the MPI library's own compiler wrapper; returns the program."""
+    compiler = tool("mpicc")
+    if compiler is None:
+        raise LaunchError("mpicc not found: install the `mpich` wheel into this environment")
+    program = Path(folder) / Path(source).stem
+    command = [compiler, "-O2", str(HERE / source), "-o", str(program), "-lm"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise LaunchError(f"{Path(source).name} does not compile: {done.stderr.strip()[-2000:]}")
+    return program
+
+
+def _stop(process):
+    # mpiexec passes SIGTERM on to its ranks; SIGKILL would leave them behind.
+    process.terminate()
+    try:
+        process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+
+
+def launch(kernel, *, np, timeout=300, **options):
+    """Run a kernel on `np` ranks and return the figures that it prints.
+
+    Parameters
+    ----------
+    kernel : str or Path
+        A Python file relative to this folder, or the path of a built program.
+    np : int
+        Number of ranks.
+    timeout : float
+        Seconds after which the ranks are ended.
+    **options
+        Passed on as ``--name value``; underscores become hyphens.
+
+    Returns
+    -------
+    dict
+        The last JSON line of standard output.
+
+    Raises
+    ------
+    LaunchError
+        If there is no mpiexec, the kernel fails, takes too long or prints no figures.
+    """
+    mpiexec = tool("mpiexec")
+    if mpiexec is None:
+        raise LaunchError("mpiexec not found: install the `mpich` wheel into this environment")
+    command = [mpiexec, "-n", str(np)]
+    if str(kernel).endswith(".py"):
+        command += [sys.executable, str(HERE / kernel)]
+    else:
+        command += [str(kernel)]
+    for name, value in options.items():
+        command += ["--" + name.replace("_", "-"), str(value)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, env=_environment(), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        _stop(process)
+        raise LaunchError(f"no answer within {timeout} s: {' '.join(command)}") from None
+    except BaseException:
+        _stop(process)
+        raise
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        tail = (out + err).strip()[-1500:]
+        raise LaunchError(f"exit code {process.returncode} from {' '.join(command)}\n{tail}")
+    return json.loads(lines[-1])

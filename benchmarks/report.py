@@ -1,0 +1,60 @@
+"""Prints figures and targets as plain text."""
+
+
+def seconds_text(value):
+    """Seconds with three digits in a unit that suits them."""
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if abs(value) * factor >= 1:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value * 1e6:.3g} us"
+
+
+def figure_text(figure, value):
+    """A figure with its unit, or the reason why there is none."""
+    if isinstance(value, str):
+        return value
+    return f"{value:.1f} MiB" if figure == "peak_growth_mib" else seconds_text(value)
+
+
+def ratio_text(ratio):
+    """A ratio, also the other way round where that reads better."""
+    return f"{ratio:.3g}" + (f" = 1/{1 / ratio:.3g}" if 0 < ratio < 0.1 else "")
+
+
+def print_head(conditions):
+    """What the figures stand on."""
+    machine = conditions["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    limits = ", ".join(f"{name}={value}" for name, value in conditions["environment"].items())
+    print(f"{machine['date']}, {machine['cores']} cores of {machine['processor']}")
+    print(f"{machine['system']}, {machine['memory_gib']} GiB, Python {machine['python']}")
+    print(versions)
+    print(f"{conditions['ranks']} ranks, float32, median of {conditions['repeats']}, slowest rank")
+    print(f"threads of each rank: {limits}")
+    print("memory: VmHWM after the call less VmRSS before it (peak reset), largest rank")
+    if conditions["quick"]:
+        print("QUICK RUN: small sizes, one repeat; compare nothing with it")
+
+
+def print_row(entry):
+    """All figures of one row, as soon as they are there."""
+    print(f"\n{entry['row']}. {entry['title']}")
+    for name, value in entry["medians"].items():
+        print(f"   {name:24} {figure_text(entry['figure'], value)}", flush=True)
+
+
+def print_table(table):
+    """Every target with what was reached, one a line."""
+    line = "{:56} {:>13}  {:24} {:>18}  {}"
+    print("\n" + line.format("row", "distsolve", "target", "ratio or excess", "reached"))
+    for entry in table:
+        for target in entry["targets"]:
+            print(
+                line.format(
+                    f"{entry['row']}. {entry['title']}",
+                    figure_text(entry["figure"], entry["medians"]["distsolve"]),
+                    target["target"],
+                    target["value"],
+                    target["reached"],
+                )
+            )

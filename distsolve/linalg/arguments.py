@@ -1,0 +1,98 @@
+"""Checks of a solver's arguments: every fault that is visible while tracing raises there."""
+
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def as_vector(b):
+    """Return ``b`` with arrays as leaves; raise unless all of them are real or complex floats."""
+    leaves = jax.tree_util.tree_leaves_with_path(b)
+    if not leaves:
+        raise ValueError(f"`b` must have at least one array: got {b!r}, which has no leaves.")
+    for path, leaf in leaves:
+        dtype = _dtype(leaf)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            found = type(leaf).__name__ if dtype is None else dtype
+            raise TypeError(
+                f"`b`{where(path)} must be real or complex floats: got {found}. "
+                "Convert it, for example with jnp.asarray(b, dtype=float)."
+            )
+    return jax.tree.map(_strong, b)
+
+
+def like_b(x, b, name):
+    """Return ``x`` with arrays as leaves; raise unless it has the structure of ``b``, shapes too."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        if _dtype(leaf) is None:
+            raise TypeError(f"`{name}`{where(path)} must be an array: got {type(leaf).__name__}.")
+    require_same(jax.tree.map(_strong, x), b, f"`{name}`", f"Make `{name}` a vector like `b`.")
+    return jax.tree.map(_strong, x)
+
+
+def require_same(out, b, name, remedy):
+    """Raise unless ``out`` has the tree structure, shapes and dtypes of ``b``."""
+    if jax.tree.structure(out) != jax.tree.structure(b):
+        raise TypeError(
+            f"{name} must have the structure of `b`: expected {jax.tree.structure(b)}, "
+            f"got {jax.tree.structure(out)}. {remedy}"
+        )
+    pairs = zip(jax.tree_util.tree_leaves_with_path(out), jax.tree.leaves(b), strict=True)
+    for (path, found), wanted in pairs:
+        if found.shape != wanted.shape:
+            raise ValueError(
+                f"{name}{where(path)} must have the shape of `b`: expected {wanted.shape}, "
+                f"got {found.shape}. {remedy}"
+            )
+        if found.dtype != wanted.dtype:
+            raise TypeError(
+                f"{name}{where(path)} must have the dtype of `b`, as nothing is cast silently: "
+                f"expected {wanted.dtype}, got {found.dtype}. {remedy}"
+            )
+
+
+def tolerance(value, name, dtype):
+    """Return a tolerance as a scalar of ``dtype``; raise if it is known to be negative."""
+    if isinstance(value, (bool, np.bool_)) or _dtype(value) is None or np.shape(value) != ():
+        raise TypeError(f"`{name}` must be a real number: got {value!r}. Pass a float such as 1e-5.")
+    if not jnp.issubdtype(_dtype(value), jnp.floating) and not jnp.issubdtype(
+        _dtype(value), jnp.integer
+    ):
+        raise TypeError(f"`{name}` must be a real number: got {_dtype(value)}. Pass a float.")
+    if not isinstance(value, jax.core.Tracer) and not value >= 0:
+        raise ValueError(f"`{name}` must be at least 0: got {value}. 0 turns this criterion off.")
+    return jnp.asarray(value).astype(dtype)
+
+
+def step_limit(value, size):
+    """Return `maxiter` as an int32 scalar; ten times the global ``size`` for None."""
+    largest = int(jnp.iinfo(jnp.int32).max)
+    if value is None:
+        return jnp.asarray(min(10 * size, largest), jnp.int32)
+    dtype = None if isinstance(value, (bool, np.bool_)) else _dtype(value)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or np.shape(value) != ():
+        raise TypeError(f"`maxiter` must be an integer or None: got {value!r}. Pass int(maxiter).")
+    if isinstance(value, jax.core.Tracer):
+        return value.astype(jnp.int32)
+    if value < 0:
+        raise ValueError(f"`maxiter` must be at least 0: got {value}. None means 10 times the size.")
+    return jnp.asarray(min(int(value), largest), jnp.int32)
+
+
+def where(path):
+    """Return a leaf's path as text to put behind an argument's name, empty for a single array."""
+    return f" at {jax.tree_util.keystr(path)}" if path else ""
+
+
+def _dtype(leaf):
+    """Return the dtype of an array or of a number, None for anything else."""
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        return leaf.dtype
+    return np.asarray(leaf).dtype if isinstance(leaf, numbers.Number) else None
+
+
+def _strong(leaf):
+    array = jnp.asarray(leaf)
+    return jax.lax.convert_element_type(array, array.dtype)

@@ -1,0 +1,117 @@
+"""The report of a solve: why it ended, and how good the answer is."""
+
+import dataclasses
+import enum
+
+import jax
+import numpy as np
+
+
+class Reason(enum.IntEnum):
+    """Why a solve ended. Ranks agree on the largest code, so worse news has a larger one."""
+
+    RUNNING = 0
+    CONVERGED = 1
+    MAXITER = 2
+    FIXED_STEPS = 3
+    STAGNATED = 4
+    INDEFINITE_PRECONDITIONER = 5
+    INDEFINITE_OPERATOR = 6
+    NONFINITE = 7
+
+
+ADVICE = {
+    Reason.RUNNING: "The solve has not ended.",
+    Reason.CONVERGED: "Converged in {steps}: the residual is {relative:.3g} of "
+    "the right-hand side's norm.",
+    Reason.MAXITER: "Stopped after {steps} with a residual of {residual:.6g}, above "
+    "the threshold {threshold:.6g}: raise `maxiter`, loosen `tol`, or pass a preconditioner `M`.",
+    Reason.FIXED_STEPS: "Took {steps}, as tol = atol = 0 asks for; the residual is "
+    "{relative:.3g} of the right-hand side's norm.",
+    Reason.STAGNATED: "Stagnated after {steps}: the true residual stays at "
+    "{residual:.6g}, above the threshold {threshold:.6g}, because rounding prevents more. Loosen "
+    "`tol`, use wider floats, or lower the condition number with a preconditioner `M` or a shift.",
+    Reason.INDEFINITE_PRECONDITIONER: "Stopped after {steps}: <r, M r> = "
+    "{breakdown:.6g}, so `M` is not positive definite. Pass a positive definite `M`, or none.",
+    Reason.INDEFINITE_OPERATOR: "Stopped after {steps}: <p, A p> = {breakdown:.6g}, "
+    "so `A` is not positive definite here. A common cause is a wrong reduction over ranks (a "
+    "missing, doubled or unscaled allreduce in `A`); otherwise add a larger shift to `A`.",
+    Reason.NONFINITE: "Stopped after {steps}: NaN or infinity on at least one rank, "
+    "in `b`, `x0`, or the result of `A` or `M`. Check that each is finite on every rank.",
+}
+
+
+class SolveError(ArithmeticError):
+    """A solve that did not reach its tolerance; `Info.raise_if_failed` raises it."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """The report of a solve, equal on all ranks; a pytree of scalars.
+
+    Attributes
+    ----------
+    converged : bool
+        Whether ``residual_norm <= max(tol * rhs_norm, atol)``.
+    reason : int
+        A `Reason`.
+    iterations : int
+        Steps taken; a step that broke down moves nothing and does not count.
+    residual_norm : float
+        The true residual ``||b - A x||``, computed from the returned ``x``, unpreconditioned.
+    rhs_norm : float
+        ``||b||``.
+    threshold : float
+        ``max(tol * rhs_norm, atol)``.
+    breakdown : float
+        ``<p, A p>`` or ``<r, M r>`` where one was not positive and ended the solve, 0 otherwise.
+    """
+
+    converged: jax.Array
+    reason: jax.Array
+    iterations: jax.Array
+    residual_norm: jax.Array
+    rhs_norm: jax.Array
+    threshold: jax.Array
+    breakdown: jax.Array
+
+    @property
+    def reason_name(self):
+        """The reason in words, in lower case; outside jit only."""
+        return self._reason().name.lower()
+
+    @property
+    def message(self):
+        """A sentence that says what happened and what to do; outside jit only."""
+        reason = self._reason()
+        residual, rhs = float(self.residual_norm), float(self.rhs_norm)
+        count = int(self.iterations)
+        return ADVICE[reason].format(
+            steps=f"{count} iteration" if count == 1 else f"{count} iterations",
+            residual=residual,
+            relative=residual / rhs if rhs else residual,
+            threshold=float(self.threshold),
+            breakdown=float(self.breakdown),
+        )
+
+    def raise_if_failed(self):
+        """Raise `SolveError` unless the solve converged or took its fixed steps; outside jit only.
+
+        The report is equal on all ranks, so all of them raise or none.
+        """
+        if self._reason() not in (Reason.CONVERGED, Reason.FIXED_STEPS):
+            raise SolveError(self.message)
+
+    def _reason(self):
+        if isinstance(self.reason, jax.core.Tracer):
+            raise TypeError(
+                "`info` is being traced, so its reason is not known yet: inside jit compare "
+                "`info.reason` with `distsolve.linalg.Reason`; read names and messages outside."
+            )
+        if np.ndim(self.reason):
+            raise TypeError(
+                f"`info` reports {np.shape(self.reason)} solves: take one of them first, with "
+                "jax.tree.map(lambda leaf: leaf[i], info)."
+            )
+        return Reason(int(self.reason))

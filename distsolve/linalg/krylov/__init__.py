@@ -1,0 +1,1 @@
+"""Krylov solvers, one file each: State, init, step, COST, reference."""

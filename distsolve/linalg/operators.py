@@ -1,0 +1,174 @@
+"""What a solver may multiply by, and functions as data.
+
+A user's operator is traced once, into a program and the arrays that it closed over. With the arrays
+as ordinary arguments, derivatives reach them, and a program that has been compiled serves new data:
+a fresh lambda over fresh samples does not compile again.
+"""
+
+import enum
+
+import jax
+import numpy as np
+from jax.extend import core
+
+
+def as_function(A, name, b):
+    """Return the function ``p -> A p`` for a function, a matrix, or an object that supports `@`."""
+    if isinstance(A, (jax.Array, np.ndarray)):
+        return _matrix(A, name, b)
+    if callable(A):
+        return A
+    if hasattr(A, "__matmul__"):
+        return lambda p: A @ p
+    raise TypeError(
+        f"`{name}` must be a function, a 2-d array, or an object that is callable or supports `@`: "
+        f"got {type(A).__name__}. Wrap the product in a function of one vector."
+    )
+
+
+def _matrix(A, name, b):
+    A = jax.numpy.asarray(A)
+    leaf = b if isinstance(b, jax.Array) else None
+    if leaf is None or leaf.ndim != 1 or A.shape != 2 * leaf.shape:
+        found = f"one array of shape {leaf.shape}" if leaf is not None else "a pytree"
+        raise ValueError(
+            f"`{name}`: expected a function, or for one array `b` of shape (n,) a matrix of shape "
+            f"(n, n): got an array of shape {A.shape}, and `b` is {found}. Pass a function of one "
+            "vector, or a matrix that fits."
+        )
+    if A.dtype != leaf.dtype:
+        raise TypeError(
+            f"`{name}` is a matrix of {A.dtype} and `b` is {leaf.dtype}: dtypes are not cast "
+            f"silently. Convert one of them, for example {name}.astype({leaf.dtype})."
+        )
+    return lambda p: jax.numpy.matmul(A, p, precision=jax.lax.Precision.HIGHEST)
+
+
+class Program:
+    """A traced function of ``(consts, p)``; equal programs compute the same from the same values.
+
+    ``key`` is a hashable description of the program, or None where it contains something whose
+    equality cannot be told (a Python callback, say).
+    """
+
+    def __init__(self, jaxpr, out_tree):
+        self.jaxpr, self.out_tree = jaxpr, out_tree
+        self.key = _describe(jaxpr)
+
+    def __call__(self, consts, p):
+        out = jax.core.eval_jaxpr(self.jaxpr, consts, *jax.tree.leaves(p))
+        return jax.tree.unflatten(self.out_tree, out)
+
+
+def trace(function, b):
+    """Trace ``function`` at a vector like ``b``.
+
+    Returns
+    -------
+    program : Program
+    consts : list of arrays
+        Everything that ``function`` closed over, tracers included.
+    out : pytree of jax.ShapeDtypeStruct
+    """
+    # A function of its own for each trace: JAX would answer for the user's from its cache, although
+    # an attribute that it reads may have changed since.
+    closed, out = jax.make_jaxpr(lambda p: function(p), return_shape=True)(b)
+    if _nested_consts(closed.jaxpr):
+        flat = jax.make_jaxpr(lambda *p: _open_nested(closed.jaxpr, closed.consts, p))
+        closed = flat(*jax.tree.leaves(b))
+    return Program(closed.jaxpr, jax.tree.structure(out)), list(closed.consts), out
+
+
+def _is_nested_jit(eqn):
+    return eqn.primitive.name in ("jit", "pjit")
+
+
+def _nested_consts(jaxpr):
+    """Whether a nested jitted function holds arrays, which would otherwise pass for program text."""
+    nested = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if _is_nested_jit(eqn)]
+    return any(closed.consts or _nested_consts(closed.jaxpr) for closed in nested)
+
+
+def _open_nested(jaxpr, consts, args):
+    """Evaluate ``jaxpr``, with nested jitted functions in line: their arrays become constants."""
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if _is_nested_jit(eqn):
+            closed = eqn.params["jaxpr"]
+            results = _open_nested(closed.jaxpr, closed.consts, operands)
+        else:
+            subfunctions, params = eqn.primitive.get_bind_params(eqn.params)
+            results = eqn.primitive.bind(*subfunctions, *operands, **params)
+            results = results if eqn.primitive.multiple_results else [results]
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+class _Opaque(Exception):
+    """Something whose equality with another of its kind cannot be told."""
+
+
+def _describe(jaxpr):
+    try:
+        return _describe_jaxpr(jaxpr)
+    except _Opaque:
+        return None
+
+
+def _describe_jaxpr(jaxpr):
+    numbers = {}
+
+    def name(atom):
+        if isinstance(atom, core.Literal):
+            return ("literal", str(atom.aval), _describe_value(np.asarray(atom.val)))
+        return numbers.setdefault(atom, len(numbers)), str(atom.aval)
+
+    inputs = tuple(name(v) for v in (*jaxpr.constvars, *jaxpr.invars))
+    equations = tuple(
+        (
+            eqn.primitive,
+            tuple(name(v) for v in eqn.invars),
+            tuple(name(v) for v in eqn.outvars),
+            _describe_params(eqn),
+        )
+        for eqn in jaxpr.eqns
+    )
+    return inputs, equations, tuple(name(v) for v in jaxpr.outvars)
+
+
+def _describe_params(eqn):
+    params = eqn.params
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        # Compiled programs are kept for concrete values only, which nobody differentiates: the
+        # derivative rules, functions made anew by each trace, play no part.
+        params = {k: v for k, v in params.items() if k in ("call_jaxpr", "num_consts")}
+    return tuple((key, _describe_value(params[key])) for key in sorted(params))
+
+
+def _describe_value(value):
+    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        consts = tuple(_describe_value(c) for c in getattr(value, "consts", ()))
+        return _describe_jaxpr(getattr(value, "jaxpr", value)), consts
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(_describe_value(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _describe_value(value[k])) for k in sorted(value))
+    if isinstance(value, (np.ndarray, np.generic)) and value.size <= 64:
+        return value.dtype, value.shape, value.tobytes()
+    if value is None or isinstance(value, (type, enum.Enum, core.Primitive)):
+        return value
+    if type(value).__hash__ is object.__hash__ and not getattr(value, "__dict__", None):
+        return type(value) if not callable(value) else _opaque()
+    if type(value).__hash__ in (None, object.__hash__) or isinstance(value, jax.Array):
+        raise _Opaque
+    return type(value), value
+
+
+def _opaque():
+    raise _Opaque

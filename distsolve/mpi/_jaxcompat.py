@@ -1,0 +1,100 @@
+"""Everything that is not public in JAX, and every test of its version: nothing else may do either.
+
+Supported: jax 0.10 to the newest. Where a name moved, it is looked up here once.
+"""
+
+from __future__ import annotations
+
+from jax._src import core, dispatch, effects
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import partial_eval as pe
+
+__all__ = [
+    "Primitive",
+    "ShapedArray",
+    "Zero",
+    "abstract_token",
+    "ad",
+    "batching",
+    "instantiate_zero",
+    "is_undefined_primal",
+    "mlir",
+    "n_devices",
+    "ordered_effect",
+    "pe",
+    "is_tracing",
+    "wait_for_ordered",
+    "forget_failed_tokens",
+    "with_token",
+    "zero_tangent",
+]
+
+Primitive = core.Primitive
+ShapedArray = core.ShapedArray
+Zero = ad.Zero
+abstract_token = core.abstract_token
+is_undefined_primal = ad.is_undefined_primal
+instantiate_zero = ad.instantiate_zeros
+zero_tangent = ad.p2tz
+
+
+class MPIEffect(effects.Effect):
+    """One ordered effect for every primitive and communicator: MPI calls keep program order."""
+
+    def __str__(self) -> str:
+        return "MPI"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MPIEffect)
+
+    def __hash__(self) -> int:
+        return hash(MPIEffect.__qualname__)
+
+
+for _allowed in (
+    effects.ordered_effects,
+    effects.lowerable_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+):
+    _allowed.add_type(MPIEffect)
+
+ordered_effect = MPIEffect()
+
+
+def is_tracing() -> bool:
+    """Whether a transformation or a compilation is being traced right now."""
+    return not core.trace_ctx.is_top_level()
+
+
+def wait_for_ordered() -> None:
+    """Wait until the MPI calls of all dispatched programs of this thread are done.
+
+    The token stays in place (``jax.effects_barrier`` would drop it, and the next jitted call would
+    have to make a new one).
+    """
+    token = dispatch.runtime_tokens.current_tokens.get(ordered_effect)
+    if token is not None:
+        token.block_until_ready()
+
+
+def forget_failed_tokens() -> None:
+    """Drop the ordering token: a failed call would make every later call fail with its error."""
+    dispatch.runtime_tokens.current_tokens.pop(ordered_effect, None)
+
+
+def with_token(ctx, lower, operands, **attributes):
+    """Lower with the ordering token as the last operand and the last result."""
+    token = ctx.tokens_in.get(ordered_effect)
+    extended = ctx.replace(
+        avals_in=(*ctx.avals_in, abstract_token), avals_out=(*ctx.avals_out, abstract_token)
+    )
+    *results, token = lower(extended, *operands, token, **attributes)
+    ctx.set_tokens_out(mlir.TokenSet({ordered_effect: token}))
+    return results
+
+
+def n_devices(ctx) -> int:
+    """The number of devices that a program is compiled for."""
+    return getattr(ctx.module_context.axis_context, "num_devices", 1)

@@ -1,0 +1,49 @@
+"""What travels in place of arrays that XLA does not hold as plain bytes: random keys, 4-bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def encode(x: Any, call: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """An array of whole bytes per element, and the function that turns it back.
+
+    Parameters
+    ----------
+    x : array, NumPy array or Python scalar
+        Only data movement may use this: the carrier of a 4-bit integer must not be summed.
+    """
+    x = as_array(x, call)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        impl = jax.random.key_impl(x)
+        return jax.random.key_data(x), lambda y: jax.random.wrap_key_data(y, impl=impl)
+    try:
+        bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else (
+            jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8
+        )
+    except ValueError:
+        bits = 8
+    if bits >= 8:
+        return x, lambda y: y
+    dtype = x.dtype
+    wider = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else (
+        jnp.uint8 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int8
+    )
+    return x.astype(wider), lambda y: y.astype(dtype)
+
+
+def as_array(x: Any, call: str) -> jax.Array:
+    """A JAX array, or an error that names the call."""
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        return jnp.asarray(x)
+    except TypeError as error:
+        raise TypeError(
+            f"`x` of {call} is of type {type(x).__name__}; expected an array, a NumPy array, a "
+            "Python scalar, or a pytree of these."
+        ) from error

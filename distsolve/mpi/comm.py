@@ -1,0 +1,273 @@
+"""Communicators, ranks and statuses as the small integers that programs carry.
+
+A program never holds an MPI handle: handles differ by rank and by run. The first use of a
+communicator duplicates it once (so that the user's own messages cannot match ours) and gives the
+duplicate a number that is never used again and is the same on all its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from distsolve.mpi import lifecycle
+from distsolve.mpi.library import load
+from distsolve.mpi.native import abi
+
+_MIB = 1 << 20
+CHUNK_ON_ONE_NODE = 1 * _MIB
+CHUNK_ACROSS_NODES = 16 * _MIB
+_MAX_CHUNK = 1 << 30
+_MAX_TAG = 32767  # the smallest upper bound that the MPI standard allows
+
+
+class Comm(NamedTuple):
+    """What tracing needs to know of a communicator."""
+
+    id: int
+    rank: int
+    size: int
+
+
+class Wildcard:
+    """``ANY_SOURCE``, ``ANY_TAG`` or ``PROC_NULL``, good for mpi4py too.
+
+    MPI libraries give these different values, known only once MPI is loaded.
+    """
+
+    def __init__(self, name: str, canonical: int):
+        self.name = name
+        self.canonical = canonical
+
+    def __index__(self) -> int:
+        return getattr(load(), self.name.lower())
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == other if isinstance(other, int) else self is other
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+ANY_SOURCE = Wildcard("ANY_SOURCE", abi.ANY_SOURCE)
+ANY_TAG = Wildcard("ANY_TAG", abi.ANY_TAG)
+PROC_NULL = Wildcard("PROC_NULL", abi.PROC_NULL)
+
+_world: Comm | None = None
+_by_id: dict[int, Comm] = {}
+_duplicates: dict[int, Any] = {}
+_next_id = 1
+_keyval: int | None = None
+_chunk_override: int | None = None
+
+
+def resolve(comm: Any = None) -> Comm:
+    """The record of a communicator; the first use duplicates it, which is collective.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm or None
+        None is the world.
+    """
+    global _world
+    if comm is None:
+        if _world is None:
+            _world = _resolve(getattr(load().MPI, "COMM_WORLD", None))
+        return _world
+    return _resolve(comm)
+
+
+def of_id(comm_id: int) -> Comm:
+    """The record with this number."""
+    return _by_id[comm_id]
+
+
+def _resolve(comm: Any) -> Comm:
+    MPI = load().MPI
+    if MPI is None:
+        if comm is not None:
+            raise TypeError(
+                f"`comm` is {comm!r}, but with DISTSOLVE_NO_MPI=1 there is only the world of one "
+                "rank: pass None."
+            )
+        return _world or _publish(None, 0, 0, 1, CHUNK_ON_ONE_NODE)
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(
+            f"`comm` is {comm!r} of type {type(comm).__name__}; expected an "
+            "mpi4py.MPI.Intracomm, or None for the world."
+        )
+    if comm == MPI.COMM_NULL:
+        raise ValueError(
+            "`comm` is COMM_NULL: it was freed, or this rank is not one of its members. Pass a "
+            "live communicator, and leave out ranks that are not in it."
+        )
+    if MPI.Is_finalized():
+        raise RuntimeError("MPI has been finalised: distsolve.mpi cannot be used any more.")
+    record = None if _keyval is None else comm.Get_attr(_keyval)
+    return record if record is not None else _duplicate(MPI, comm)
+
+
+def _duplicate(MPI: Any, comm: Any) -> Comm:
+    global _keyval
+    if _keyval is None:
+        _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
+        lifecycle.start(MPI)
+    duplicate = comm.Dup()
+    duplicate.Set_errhandler(MPI.ERRORS_RETURN)
+    node = duplicate.Split_type(MPI.COMM_TYPE_SHARED)
+    one_node = node.Get_size() == duplicate.Get_size()
+    node.Free()
+    chunk = _chunk_from_environment() or (CHUNK_ON_ONE_NODE if one_node else CHUNK_ACROSS_NODES)
+    comm_id, chunk = duplicate.allreduce((_next_id, chunk), op=MPI.MAX)
+    record = _publish(
+        MPI._handleof(duplicate), comm_id, duplicate.Get_rank(), duplicate.Get_size(), chunk
+    )
+    _duplicates[record.id] = duplicate
+    comm.Set_attr(_keyval, record)
+    return record
+
+
+def _publish(handle: int | None, comm_id: int, rank: int, size: int, chunk: int) -> Comm:
+    global _next_id
+    _next_id = comm_id + 1
+    record = Comm(comm_id, rank, size)
+    abi.add_comm(comm_id, handle or 0, rank, size, _chunk_override or chunk)
+    _by_id[comm_id] = record
+    return record
+
+
+def _forget(comm: Any, keyval: int, record: Comm) -> None:
+    """Called by MPI while the user frees a communicator: free is collective, and so is this."""
+    abi.remove_comm(record.id)
+    duplicate = _duplicates.pop(record.id, None)
+    if duplicate is not None and not lifecycle.is_finalizing():
+        duplicate.Free()
+
+
+def _chunk_from_environment() -> int | None:
+    text = os.environ.get("DISTSOLVE_CHUNK_BYTES")
+    if text is None:
+        return None
+    try:
+        return check_chunk(int(text), "DISTSOLVE_CHUNK_BYTES")
+    except ValueError as error:
+        raise ValueError(
+            f"DISTSOLVE_CHUNK_BYTES is {text!r}; expected a number of bytes from 16 to "
+            f"{_MAX_CHUNK}, for instance 4194304."
+        ) from error
+
+
+def check_chunk(nbytes: int, name: str) -> int:
+    """Raise unless a chunk can hold an element and be counted by an int."""
+    if not 16 <= nbytes <= _MAX_CHUNK:
+        raise ValueError(
+            f"`{name}` is {nbytes}; expected a number of bytes from 16 to {_MAX_CHUNK}, the same "
+            "on all ranks."
+        )
+    return int(nbytes)
+
+
+def set_chunk_bytes(nbytes: int | None) -> None:
+    """Set how many bytes a reduction hands to MPI at a time, for all communicators.
+
+    Must be called with the same value on all ranks, between collectives. The default is 1 MiB
+    where all ranks share a node and 16 MiB where they do not; the environment variable
+    ``DISTSOLVE_CHUNK_BYTES`` sets it at the start.
+
+    Parameters
+    ----------
+    nbytes : int or None
+        Bytes, from 16 to 2**30. None goes back to the default for communicators made later.
+    """
+    global _chunk_override
+    _chunk_override = None if nbytes is None else check_chunk(nbytes, "nbytes")
+    for comm_id in _by_id:
+        abi.set_chunk(comm_id, _chunk_override or CHUNK_ON_ONE_NODE)
+
+
+def check_root(root: Any, comm: Comm, call: str) -> int:
+    """Raise unless `root` is a rank of the communicator."""
+    try:
+        rank = root.__index__()
+    except AttributeError:
+        raise TypeError(
+            f"`root` of {call} is {root!r} of type {type(root).__name__}; expected an int that is "
+            "known while tracing."
+        ) from None
+    if not 0 <= rank < comm.size:
+        raise ValueError(
+            f"`root` of {call} is {rank}; expected a rank from 0 to {comm.size - 1} of the "
+            "communicator."
+        )
+    return rank
+
+
+def check_peer(peer: Any, comm: Comm, name: str, call: str) -> int:
+    """A rank, or the canonical number of a wildcard; `ANY_SOURCE` only where it is a source."""
+    library = load()
+    if isinstance(peer, Wildcard):
+        canonical = peer.canonical
+    else:
+        try:
+            value = peer.__index__()
+        except AttributeError:
+            raise TypeError(
+                f"`{name}` of {call} is {peer!r} of type {type(peer).__name__}; expected an int "
+                "that is known while tracing."
+            ) from None
+        if 0 <= value < comm.size:
+            return value
+        canonical = {
+            library.proc_null: abi.PROC_NULL,
+            library.any_source: abi.ANY_SOURCE,
+        }.get(value, comm.size)
+    wanted = "PROC_NULL" if name == "dest" else "ANY_SOURCE or PROC_NULL"
+    if canonical == comm.size or (canonical == abi.ANY_SOURCE and name == "dest"):
+        raise ValueError(
+            f"`{name}` of {call} is {peer}; expected a rank from 0 to {comm.size - 1} of the "
+            f"communicator, or {wanted}."
+        )
+    return canonical
+
+
+def check_tag(tag: Any, name: str, call: str) -> int:
+    """A tag, or the canonical number of ``ANY_TAG`` where the tag is one to receive."""
+    if isinstance(tag, Wildcard):
+        value, is_any = tag.canonical, tag is ANY_TAG
+    else:
+        try:
+            value = tag.__index__()
+        except AttributeError:
+            raise TypeError(
+                f"`{name}` of {call} is {tag!r} of type {type(tag).__name__}; expected an int "
+                "that is known while tracing."
+            ) from None
+        is_any = value == load().any_tag
+    if is_any and name != "sendtag" and call != "send":
+        return abi.ANY_TAG
+    if not 0 <= value <= _MAX_TAG:
+        raise ValueError(
+            f"`{name}` of {call} is {tag}; expected a number from 0 to {_MAX_TAG}"
+            + (", or ANY_TAG." if call != "send" and name != "sendtag" else ".")
+        )
+    return value
+
+
+_statuses: dict[int, Any] = {}
+_status_ids: dict[int, int] = {}
+
+
+def status_id(status: Any) -> int:
+    """The number of an ``MPI.Status`` for use in programs; it is kept alive for their sake."""
+    if status is None:
+        return 0
+    key = id(status)
+    if key not in _status_ids:
+        number = len(_statuses) + 1
+        abi.add_status(number, load().MPI._addressof(status))
+        _statuses[number] = status
+        _status_ids[key] = number
+    return _status_ids[key]

@@ -1,0 +1,75 @@
+"""What a program did and will do: MPI calls made, and whether its reductions are in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from distsolve.mpi.native import abi
+
+
+def call_count() -> dict[str, int]:
+    """Give the MPI calls made so far on this rank, by MPI function name."""
+    return abi.call_counts()
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def assert_in_place(
+    fn: Callable[..., Any], *args: Any, donate_argnums: int | tuple[int, ...] = 0
+) -> None:
+    """Raise unless `fn`, compiled with donated arguments, needs no memory beyond them.
+
+    XLA drops a donation silently when it cannot use it; this compiles `fn` (it does not run it) and
+    reads the compiled memory statistics.
+
+    Parameters
+    ----------
+    fn : callable, jitted or not
+    *args : arrays or ``jax.ShapeDtypeStruct``, as for a call
+    donate_argnums : positions of the donated arguments
+
+    Raises
+    ------
+    AssertionError
+        With the bytes that are not in place and the likely reason.
+    """
+    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    jitted = jax.jit(lambda *xs: fn(*xs), donate_argnums=numbers)
+    lowered = jitted.lower(*args)
+    stats = lowered.compile().memory_analysis()
+    donated = _nbytes([args[i] for i in numbers])
+    copied = max(donated - stats.alias_size_in_bytes, 0)
+    extra = copied + stats.temp_size_in_bytes
+    smallest = min(
+        (leaf.size * leaf.dtype.itemsize for i in numbers for leaf in jax.tree.leaves(args[i])),
+        default=0,
+    )
+    if copied == 0 and stats.temp_size_in_bytes < max(smallest, 1):
+        return
+    raise AssertionError(
+        f"{getattr(fn, '__name__', 'fn')} is not in place: {extra} bytes beyond the {donated} "
+        f"donated bytes ({copied} of them were not reused for a result, and there are "
+        f"{stats.temp_size_in_bytes} bytes of temporaries). {_likely_reason(lowered, args, numbers)}"
+    )
+
+
+def _likely_reason(lowered: Any, args: tuple, numbers: tuple[int, ...]) -> str:
+    if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+        return "JAX keeps donated arguments alive while jax_debug_nans or jax_debug_infs is on."
+    results = {(r.shape, r.dtype) for r in jax.tree.leaves(lowered.out_info)}
+    for i in numbers:
+        for leaf in jax.tree.leaves(args[i]):
+            if (leaf.shape, leaf.dtype) not in results:
+                return (
+                    f"No result has the shape {leaf.shape} and dtype {leaf.dtype} of a donated "
+                    "array: a cast, reshape or transpose stands between them."
+                )
+    return (
+        "The donated value is probably still used after the reduction, or used twice: compute "
+        "what needs it before, or let it go."
+    )

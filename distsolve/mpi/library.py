@@ -1,0 +1,171 @@
+"""Which MPI library is loaded: its function addresses, constants and handles.
+
+Nothing happens at import. The first use of a primitive or a space calls `load`, which imports
+``mpi4py.MPI`` (that initialises MPI), binds the functions of the library that mpi4py runs, and
+registers the handlers with XLA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import platform
+import sys
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from distsolve.mpi.native import abi, serial
+from distsolve.mpi.native.handlers import HANDLERS
+from distsolve.mpi.operations import DTYPES, Op, identities
+
+_THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+_SERIALIZED = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """The loaded library. ``MPI`` is mpi4py's module, or None with ``DISTSOLVE_NO_MPI=1``."""
+
+    MPI: Any
+    version: str
+    any_source: int
+    any_tag: int
+    proc_null: int
+    op_of_handle: dict[int, Op]
+
+
+_library: Library | None = None
+_loading = threading.Lock()
+
+
+def load() -> Library:
+    """The loaded library; loads it at the first call."""
+    global _library
+    if _library is None:
+        with _loading:
+            if _library is None:
+                _library = _load()
+    return _library
+
+
+def is_loaded() -> bool:
+    """Whether MPI has been touched."""
+    return _library is not None
+
+
+def _load() -> Library:
+    _refuse_unknown_machine()
+    if os.environ.get("DISTSOLVE_NO_MPI", "") not in ("", "0"):
+        library = _bind_serial()
+    else:
+        library = _bind_mpi()
+    if os.environ.get("DISTSOLVE_NO_IN_PLACE", "") not in ("", "0"):
+        abi.set_in_place(False)
+    for name, handler in HANDLERS.items():
+        jax.ffi.register_ffi_target(f"distsolve_{name}", handler, platform="cpu")
+    return library
+
+
+def _refuse_unknown_machine() -> None:
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in ("x86_64", "aarch64"):
+        raise ImportError(
+            f"distsolve passes MPI handles in 64-bit integer registers, which is known to be right "
+            f"on Linux with x86_64 or aarch64; this is {sys.platform} with {machine}."
+        )
+
+
+def _bind_serial() -> Library:
+    abi.bind(serial.ADDRESSES)
+    abi.set_constants(
+        in_place=serial.IN_PLACE,
+        byte=serial.BYTE,
+        any_source=serial.ANY_SOURCE,
+        proc_null=serial.PROC_NULL,
+        any_tag=serial.ANY_TAG,
+        handle_size=8,
+        dtypes={number: dtype.itemsize for dtype, (number, _) in DTYPES.items()},
+        ops=dict.fromkeys(range(len(Op)), 0),
+        identities_of=identities(),
+        serialize=False,
+        **{f"status_{field}": value for field, value in serial.STATUS_LAYOUT.items()},
+    )
+    return Library(
+        None, serial.VERSION, serial.ANY_SOURCE, serial.ANY_TAG, serial.PROC_NULL, {}
+    )
+
+
+def _bind_mpi() -> Library:
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        raise RuntimeError("MPI has been finalised: distsolve.mpi cannot be used any more.")
+    level = MPI.Query_thread()
+    if level < _SERIALIZED:
+        raise RuntimeError(
+            f"MPI was initialised with thread level {_THREAD_LEVELS[level]}, but XLA calls MPI "
+            "from its own threads: at least SERIALIZED is needed. Put `import mpi4py; "
+            'mpi4py.rc.thread_level = "multiple"` before the first import of mpi4py.MPI.'
+        )
+    abi.bind(_addresses(MPI))
+    layout = _status_layout(MPI)
+    handle = MPI._handleof
+    abi.set_constants(
+        in_place=int(MPI.IN_PLACE) % 2**64,
+        byte=handle(MPI.BYTE),
+        any_source=MPI.ANY_SOURCE,
+        proc_null=MPI.PROC_NULL,
+        any_tag=MPI.ANY_TAG,
+        handle_size=MPI._sizeof(MPI.Datatype),
+        dtypes={
+            number: handle(getattr(MPI, name)) for number, name in DTYPES.values() if name
+        },
+        ops={int(op): handle(getattr(MPI, op.name)) for op in Op},
+        identities_of=identities(),
+        serialize=level == _SERIALIZED,
+        **{f"status_{field}": value for field, value in layout.items()},
+    )
+    version = MPI.Get_library_version()
+    _refuse_two_libraries(MPI, version)
+    op_of_handle = {handle(getattr(MPI, op.name)): op for op in Op}
+    return Library(MPI, version, MPI.ANY_SOURCE, MPI.ANY_TAG, MPI.PROC_NULL, op_of_handle)
+
+
+def _addresses(MPI: Any) -> dict[str, int]:
+    """Function addresses: from the global scope first, where preloaded MPI tools are found."""
+    everything, mpi4py_library = ctypes.CDLL(None), ctypes.CDLL(MPI.__file__)
+    found = {}
+    for name in abi.NAMES:
+        function = getattr(everything, name, None) or getattr(mpi4py_library, name, None)
+        if function is None:
+            raise ImportError(
+                f"The MPI library that mpi4py runs has no {name}: {MPI.Get_library_version()!r}. "
+                "MPI 3.0 or newer is needed."
+            )
+        found[name] = ctypes.cast(function, ctypes.c_void_p).value
+    return found
+
+
+def _refuse_two_libraries(MPI: Any, version: str) -> None:
+    bound, size = abi.bound_library(MPI._handleof(MPI.COMM_WORLD))
+    if bound.strip("\0 \n") != version.strip("\0 \n") or size != MPI.COMM_WORLD.Get_size():
+        raise ImportError(
+            f"distsolve found the MPI functions of {bound!r} (world of {size}), but mpi4py runs "
+            f"{version!r} (world of {MPI.COMM_WORLD.Get_size()}): load one MPI only."
+        )
+
+
+def _status_layout(MPI: Any) -> dict[str, int]:
+    """Size of an MPI_Status and the offsets of its two public integers, which differ by library."""
+    status = MPI.Status()
+    source, tag = 0x1234567, 0x7654321
+    status.Set_source(source)
+    status.Set_tag(tag)
+    size = MPI._sizeof(MPI.Status)
+    memory = (ctypes.c_char * size).from_address(MPI._addressof(status)).raw
+    words = np.frombuffer(memory[: size // 4 * 4], np.int32).tolist()
+    return {"size": size, "source": 4 * words.index(source), "tag": 4 * words.index(tag)}

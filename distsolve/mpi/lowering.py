@@ -1,0 +1,40 @@
+"""One lowering rule for every row of the table and every platform."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from distsolve.mpi._jaxcompat import n_devices, with_token
+
+if TYPE_CHECKING:
+    from distsolve.mpi.primitive import OpSpec
+
+
+def lower(spec: OpSpec, ctx, *operands, ordered, **params):
+    """Lower to one custom call, with the ordering token inside a larger program.
+
+    The text holds the communicator's number and plain integers only, so it is the same in every
+    run, and on every rank that takes part in the same way.
+    """
+    if n_devices(ctx) > 1:
+        raise NotImplementedError(
+            f"{spec.name} inside a program over {n_devices(ctx)} devices: each process must "
+            "compute on one device. Inside `shard_map` use `jax.lax.psum` and its kin."
+        )
+    rule = jax.ffi.ffi_lowering(
+        f"distsolve_{spec.name}",
+        has_side_effect=True,
+        operand_output_aliases=spec.aliases(ctx.avals_in, ctx.avals_out, params),
+    )
+    attributes = {
+        name: np.asarray(params[name], np.int64)
+        if isinstance(params[name], tuple)
+        else np.int64(params[name])
+        for name in spec.attributes
+    }
+    if ordered:
+        return with_token(ctx, rule, operands, **attributes)
+    return rule(ctx, *operands, **attributes)

@@ -1,0 +1,94 @@
+"""The loaded MPI library as the handlers see it: function addresses, handles and communicators."""
+
+from libc.stdint cimport int64_t, intptr_t, uint64_t
+
+from distsolve.mpi.native.ffi cimport Error, Frame
+
+# Handles are 32-bit integers in MPICH and pointers in Open MPI. Both are passed in integer
+# registers, and on x86-64 and aarch64 Linux a callee reads only the width that it declared, so one
+# 64-bit type serves both (`library.py` refuses other machines). Handles that MPI *writes* go
+# through a zeroed 64-bit variable: on a little-endian machine its low half is the 32-bit handle.
+ctypedef uint64_t Handle
+
+# One entry per MPI function that is called; it indexes `address`, `calls` and `NAMES`.
+cdef enum Call:
+    ALLREDUCE, REDUCE, SCAN, EXSCAN, BCAST, GATHER, SCATTER, ALLGATHER, ALLTOALL
+    REDUCE_SCATTER_BLOCK, BARRIER, SEND, RECV, SENDRECV
+    GATHERV, SCATTERV, ALLGATHERV, ALLTOALLW
+    TYPE_CREATE_HINDEXED, TYPE_COMMIT, TYPE_FREE, ERROR_STRING, GET_ELEMENTS_X, COMM_SIZE
+    GET_LIBRARY_VERSION
+    N_CALLS
+
+ctypedef int (*combine_t)(const void *, void *, int, Handle, Handle, Handle) noexcept nogil
+ctypedef int (*reduce_t)(const void *, void *, int, Handle, Handle, int, Handle) noexcept nogil
+ctypedef int (*bcast_t)(void *, int, Handle, int, Handle) noexcept nogil
+ctypedef int (*rooted_t)(
+    const void *, int, Handle, void *, int, Handle, int, Handle) noexcept nogil
+ctypedef int (*exchange_t)(const void *, int, Handle, void *, int, Handle, Handle) noexcept nogil
+ctypedef int (*barrier_t)(Handle) noexcept nogil
+ctypedef int (*send_t)(const void *, int, Handle, int, int, Handle) noexcept nogil
+ctypedef int (*recv_t)(void *, int, Handle, int, int, Handle, void *) noexcept nogil
+ctypedef int (*sendrecv_t)(
+    const void *, int, Handle, int, int,
+    void *, int, Handle, int, int, Handle, void *) noexcept nogil
+ctypedef int (*gatherv_t)(
+    const void *, int, Handle,
+    void *, const int *, const int *, Handle, int, Handle) noexcept nogil
+ctypedef int (*scatterv_t)(
+    const void *, const int *, const int *, Handle,
+    void *, int, Handle, int, Handle) noexcept nogil
+ctypedef int (*allgatherv_t)(
+    const void *, int, Handle, void *, const int *, const int *, Handle, Handle) noexcept nogil
+ctypedef int (*alltoallw_t)(
+    const void *, const int *, const int *, const void *,
+    void *, const int *, const int *, const void *, Handle) noexcept nogil
+ctypedef int (*create_hindexed_t)(
+    int, const int *, const intptr_t *, Handle, Handle *) noexcept nogil
+ctypedef int (*type_t)(Handle *) noexcept nogil
+ctypedef int (*error_string_t)(int, char *, int *) noexcept nogil
+ctypedef int (*get_elements_t)(const void *, Handle, int64_t *) noexcept nogil
+ctypedef int (*comm_size_t)(Handle, int *) noexcept nogil
+ctypedef int (*version_t)(char *, int *) noexcept nogil
+
+cdef struct Comm:
+    Handle handle
+    int id
+    int rank
+    int size
+    int64_t chunk       # bytes a reduction hands to MPI at a time
+    bint alive
+
+# MPI_Status has no portable layout; the offsets of its public fields are measured at import.
+cdef struct StatusLayout:
+    int size
+    int source
+    int tag
+
+cdef struct Constants:
+    void *in_place
+    Handle byte
+    int any_source
+    int proc_null
+    int any_tag
+    int handle_size
+    int64_t count_limit     # the largest count passed to MPI; a test knob below INT_MAX
+    bint use_in_place
+    bint finalized
+
+cdef void *address[<int> N_CALLS]
+cdef Constants constants
+cdef StatusLayout status_layout
+
+cdef Comm *find_comm(int64_t comm_id) noexcept nogil
+cdef Handle mpi_type(int dtype) noexcept nogil
+cdef Handle mpi_op(int64_t op) noexcept nogil
+cdef void *user_status(int64_t status_id) noexcept nogil
+cdef const char *identity(int64_t op, int dtype) noexcept nogil
+cdef int peer(int64_t rank) noexcept nogil
+cdef void count_call(Call call) noexcept nogil
+cdef void enter() noexcept nogil
+cdef void leave() noexcept nogil
+cdef Error *unusable(Frame *frame, const Comm *comm, Call call) noexcept nogil
+cdef Error *check(
+    Frame *frame, Call call, int code, const Comm *comm, int64_t count, int64_t peer
+) noexcept nogil

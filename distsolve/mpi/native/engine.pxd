@@ -1,0 +1,35 @@
+"""The chunk engine: reductions and broadcasts of any size in bounded scratch memory."""
+
+from libc.stdint cimport int64_t
+
+from distsolve.mpi.native.abi cimport Call, Comm, Handle
+from distsolve.mpi.native.ffi cimport Buffer, Frame
+
+# One reduction or broadcast over a list of segments, each an input and an output of equal length.
+# The segments are the operands of the call frame or, where `triangle` is set, the rows of the
+# upper triangle of one square matrix of that order.
+cdef struct Job:
+    Call call
+    const Comm *comm
+    int root
+    int64_t op
+    int dtype               # XLA's number for the elements in memory
+    int64_t item            # bytes per element in memory
+    int64_t wire_item       # bytes per element on the wire: 16-bit floats are summed in float32
+    Handle wire_type
+    Handle wire_op
+    int64_t chunk           # bytes handed to MPI at a time
+    int64_t n_segments
+    Frame *frame
+    int64_t triangle
+    char *src
+    char *dst
+
+cdef Job job_of(
+    Frame *frame, Call call, const Comm *comm, const Buffer *buffer, int64_t op, int root,
+    int64_t chunk
+) noexcept nogil
+cdef int run(Job *job) noexcept nogil
+cdef int reduce_scatter(Job *job, const char *src, char *dst, int64_t block) noexcept nogil
+cdef void mirror(char *matrix, int64_t n, int dtype, int64_t item) noexcept nogil
+cdef int64_t item_size(int dtype) noexcept nogil

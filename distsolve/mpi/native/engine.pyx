@@ -1,0 +1,315 @@
+"""The chunk engine: reductions and broadcasts of any size in bounded scratch memory.
+
+An MPI library allocates scratch in proportion to the message, and counts are C ints. So a large
+array goes to MPI a chunk at a time, in place where the buffers allow it. What cannot go directly
+is copied through one scratch buffer of fixed size: small leaves (packed into one message), 16-bit
+floats (widened to float32 and rounded once), and arrays whose MPI must not see MPI_IN_PLACE.
+"""
+
+from libc.stdint cimport int64_t, uint16_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from distsolve.mpi.native.abi cimport (
+    ALLREDUCE, BCAST, EXSCAN, REDUCE, REDUCE_SCATTER_BLOCK, SCAN, Call, Comm, Handle, address,
+    bcast_t, combine_t, constants, count_call, identity, mpi_op, mpi_type, reduce_t,
+)
+from distsolve.mpi.native.ffi cimport (
+    Buffer, Frame, bfloat16_to_float, ffi_arg, ffi_count, ffi_operands, ffi_ret, float16_to_float,
+    float_to_bfloat16, float_to_float16, pthread_mutex_init, pthread_mutex_t,
+    pthread_mutex_trylock, pthread_mutex_unlock,
+)
+
+
+cdef extern from "ffi.h" nogil:
+    enum:
+        XLA_FFI_DataType_PRED, XLA_FFI_DataType_S8, XLA_FFI_DataType_U8
+        XLA_FFI_DataType_S16, XLA_FFI_DataType_U16, XLA_FFI_DataType_S32, XLA_FFI_DataType_U32
+        XLA_FFI_DataType_S64, XLA_FFI_DataType_U64, XLA_FFI_DataType_F16, XLA_FFI_DataType_BF16
+        XLA_FFI_DataType_F32, XLA_FFI_DataType_F64, XLA_FFI_DataType_C64, XLA_FFI_DataType_C128
+
+cdef enum:
+    SCRATCH = 8 << 20       # bytes; sending and receiving halves
+    DIRECT = 64 << 10       # bytes from which a leaf among others is reduced where it lies
+    TILE = 32               # rows and columns mirrored at a time
+
+cdef struct Cursor:
+    int64_t segment
+    int64_t offset
+
+cdef char *shared_scratch = NULL
+cdef pthread_mutex_t scratch_lock
+pthread_mutex_init(&scratch_lock, NULL)
+
+
+cdef char *take_scratch() noexcept nogil:
+    """A scratch buffer: the process's own, or a private one while another thread has that."""
+    global shared_scratch
+    if pthread_mutex_trylock(&scratch_lock) != 0:
+        return <char *> malloc(SCRATCH)
+    if shared_scratch == NULL:
+        shared_scratch = <char *> malloc(SCRATCH)
+    return shared_scratch
+
+
+cdef void give_scratch(char *scratch) noexcept nogil:
+    if scratch == shared_scratch:
+        pthread_mutex_unlock(&scratch_lock)
+    else:
+        free(scratch)
+
+
+cdef int64_t item_size(int dtype) noexcept nogil:
+    """Bytes per element; the 8-bit floats are all that is left over."""
+    if dtype == XLA_FFI_DataType_C128:
+        return 16
+    if dtype in (XLA_FFI_DataType_S64, XLA_FFI_DataType_U64, XLA_FFI_DataType_F64,
+                 XLA_FFI_DataType_C64):
+        return 8
+    if dtype in (XLA_FFI_DataType_S32, XLA_FFI_DataType_U32, XLA_FFI_DataType_F32):
+        return 4
+    if dtype in (XLA_FFI_DataType_S16, XLA_FFI_DataType_U16, XLA_FFI_DataType_F16,
+                 XLA_FFI_DataType_BF16):
+        return 2
+    return 1
+
+
+cdef Job job_of(
+    Frame *frame, Call call, const Comm *comm, const Buffer *buffer, int64_t op, int root,
+    int64_t chunk
+) noexcept nogil:
+    """The job of a frame whose operands have the dtype of `buffer`."""
+    cdef Job job
+    job.call, job.comm, job.root, job.op = call, comm, root, op
+    job.dtype = buffer.dtype
+    job.item = job.wire_item = item_size(buffer.dtype)
+    job.chunk = chunk if chunk > 0 else comm.chunk
+    job.n_segments = ffi_operands(frame)
+    job.frame = frame
+    job.triangle = 0
+    if call == BCAST:
+        job.wire_type, job.wire_op = constants.byte, 0
+        return job
+    job.wire_op = mpi_op(op)
+    if job.dtype == XLA_FFI_DataType_F16 or job.dtype == XLA_FFI_DataType_BF16:
+        job.wire_item = sizeof(float)
+        job.wire_type = mpi_type(XLA_FFI_DataType_F32)
+    else:
+        job.wire_type = mpi_type(job.dtype)
+    return job
+
+
+cdef void segment(
+    const Job *job, int64_t index, char **src, char **dst, int64_t *count
+) noexcept nogil:
+    cdef int64_t offset
+    if job.triangle > 0:
+        offset = index * (job.triangle + 1) * job.item
+        src[0], dst[0] = job.src + offset, job.dst + offset
+        count[0] = job.triangle - index
+    else:
+        src[0] = <char *> ffi_arg(job.frame, index).data
+        dst[0] = <char *> ffi_ret(job.frame, index).data
+        count[0] = ffi_count(ffi_arg(job.frame, index))
+
+
+cdef bint is_direct(const Job *job, int64_t count) noexcept nogil:
+    """Whether MPI reads and writes a segment where it lies: the same answer on every rank."""
+    if job.wire_item != job.item:
+        return False
+    if not constants.use_in_place and job.call != BCAST:
+        return False
+    return job.n_segments == 1 or count * job.item >= DIRECT
+
+
+cdef int call_mpi(const Job *job, const char *send, char *recv, int64_t count) noexcept nogil:
+    """One MPI call on at most a chunk; equal buffers mean MPI_IN_PLACE."""
+    cdef const void *source = constants.in_place if send == recv else <const void *> send
+    count_call(job.call)
+    if job.call == BCAST:
+        return (<bcast_t> address[<int> BCAST])(
+            recv, <int> (count * job.item), job.wire_type, job.root, job.comm.handle)
+    if job.call == REDUCE:
+        if job.comm.rank != job.root:
+            source, recv = send, NULL
+        return (<reduce_t> address[<int> REDUCE])(
+            source, recv, <int> count, job.wire_type, job.wire_op, job.root, job.comm.handle)
+    return (<combine_t> address[<int> job.call])(
+        source, recv, <int> count, job.wire_type, job.wire_op, job.comm.handle)
+
+
+cdef int run_direct(const Job *job, char *src, char *dst, int64_t count) noexcept nogil:
+    cdef int64_t step = max(job.chunk // job.item, 1)
+    cdef int64_t done = 0
+    cdef int code = 0
+    while done < count and code == 0:
+        step = min(step, count - done)
+        code = call_mpi(job, src + done * job.item, dst + done * job.item, step)
+        done += step
+    return code
+
+
+cdef void widen(const Job *job, const char *src, char *wire, int64_t count) noexcept nogil:
+    cdef const uint16_t *narrow = <const uint16_t *> src
+    cdef float *wide = <float *> wire
+    cdef int64_t i
+    if job.wire_item == job.item:
+        memcpy(wire, src, count * job.item)
+    elif job.dtype == XLA_FFI_DataType_F16:
+        for i in range(count):
+            wide[i] = float16_to_float(narrow[i])
+    else:
+        for i in range(count):
+            wide[i] = bfloat16_to_float(narrow[i])
+
+
+cdef void narrow(const Job *job, const char *wire, char *dst, int64_t count) noexcept nogil:
+    cdef const float *wide = <const float *> wire
+    cdef uint16_t *short_ = <uint16_t *> dst
+    cdef int64_t i
+    if job.wire_item == job.item:
+        memcpy(dst, wire, count * job.item)
+    elif job.dtype == XLA_FFI_DataType_F16:
+        for i in range(count):
+            short_[i] = float_to_float16(wide[i])
+    else:
+        for i in range(count):
+            short_[i] = float_to_bfloat16(wide[i])
+
+
+cdef void move(
+    const Job *job, Cursor *cursor, char *wire, int64_t total, bint to_wire
+) noexcept nogil:
+    """Copy `total` elements between scratch and the segments that are not direct."""
+    cdef char *src
+    cdef char *dst
+    cdef int64_t count
+    cdef int64_t step
+    while total > 0:
+        segment(job, cursor.segment, &src, &dst, &count)
+        if cursor.offset == count or is_direct(job, count):
+            cursor.segment += 1
+            cursor.offset = 0
+            continue
+        step = min(count - cursor.offset, total)
+        if to_wire:
+            widen(job, src + cursor.offset * job.item, wire, step)
+        else:
+            narrow(job, wire, dst + cursor.offset * job.item, step)
+        wire += step * job.wire_item
+        cursor.offset += step
+        total -= step
+
+
+cdef int flush(const Job *job, Cursor *start, char *scratch, int64_t total) noexcept nogil:
+    """Send `total` elements from `start` on through scratch, and move `start` behind them."""
+    cdef Cursor cursor = start[0]
+    cdef char *recv = scratch
+    cdef int code
+    if not constants.use_in_place:
+        recv = scratch + SCRATCH // 2
+    if job.call == BCAST:
+        recv = scratch
+    move(job, &cursor, scratch, total, True)
+    code = call_mpi(job, scratch, recv, total)
+    if code == 0 and (job.call != REDUCE or job.comm.rank == job.root):
+        move(job, start, recv, total, False)
+    start[0] = cursor
+    return code
+
+
+cdef int run_packed(const Job *job, int64_t total) noexcept nogil:
+    """Send every segment that is not direct; `total` is their number of elements."""
+    cdef int64_t room = max(min(job.chunk, SCRATCH // 2) // job.wire_item, 1)
+    cdef Cursor start
+    cdef char *scratch = take_scratch()
+    cdef int code = 0
+    start.segment = start.offset = 0
+    while total > 0 and code == 0:
+        code = flush(job, &start, scratch, min(room, total))
+        total -= min(room, total)
+    give_scratch(scratch)
+    return code
+
+
+cdef void fill_identity(const Job *job, char *dst, int64_t count) noexcept nogil:
+    cdef int64_t i
+    for i in range(count):
+        memcpy(dst + i * job.item, identity(job.op, job.dtype), job.item)
+
+
+cdef int run(Job *job) noexcept nogil:
+    """Run a reduction or broadcast over all its segments; returns MPI's code."""
+    cdef bint reduced = job.call != REDUCE or job.comm.rank == job.root
+    cdef char *src
+    cdef char *dst
+    cdef int64_t count
+    cdef int64_t packed = 0
+    cdef int64_t i
+    cdef int code = 0
+    for i in range(job.n_segments):
+        segment(job, i, &src, &dst, &count)
+        if src != dst and (job.call == BCAST or not reduced):
+            memcpy(dst, src, count * job.item)
+            src = dst
+        if not is_direct(job, count):
+            packed += count
+        elif code == 0:
+            code = run_direct(job, src, dst, count)
+    if code == 0 and packed > 0:
+        code = run_packed(job, packed)
+    if code == 0 and job.call == EXSCAN and job.comm.rank == 0:
+        for i in range(job.n_segments):
+            segment(job, i, &src, &dst, &count)
+            fill_identity(job, dst, count)
+    return code
+
+
+cdef int reduce_scatter(Job *job, const char *src, char *dst, int64_t block) noexcept nogil:
+    """Reduce (size, block) elements and keep this rank's block, some columns at a time."""
+    cdef combine_t function = <combine_t> address[<int> REDUCE_SCATTER_BLOCK]
+    cdef int64_t size = job.comm.size
+    cdef int64_t columns = max(
+        min(job.chunk, SCRATCH) // ((size + 1) * job.wire_item), 1)
+    cdef int64_t done = 0
+    cdef int64_t step, row
+    cdef char *scratch
+    cdef char *recv
+    cdef int code = 0
+    if job.wire_item == job.item and block * size * job.item <= job.chunk:
+        count_call(REDUCE_SCATTER_BLOCK)
+        return function(src, dst, <int> block, job.wire_type, job.wire_op, job.comm.handle)
+    if (size + 1) * job.wire_item > SCRATCH:
+        scratch = <char *> malloc((size + 1) * job.wire_item)
+    else:
+        scratch = take_scratch()
+    while done < block and code == 0:
+        step = min(columns, block - done)
+        recv = scratch + size * step * job.wire_item
+        for row in range(size):
+            widen(job, src + (row * block + done) * job.item,
+                  scratch + row * step * job.wire_item, step)
+        count_call(REDUCE_SCATTER_BLOCK)
+        code = function(
+            scratch, recv, <int> step, job.wire_type, job.wire_op, job.comm.handle)
+        narrow(job, recv, dst + done * job.item, step)
+        done += step
+    give_scratch(scratch)
+    return code
+
+
+cdef void mirror(char *matrix, int64_t n, int dtype, int64_t item) noexcept nogil:
+    """Copy the upper triangle to the lower one, conjugated where the elements are complex."""
+    cdef int64_t tiles = (n + TILE - 1) // TILE
+    cdef int64_t top, left, i, j
+    cdef char *to
+    for top in range(tiles):
+        for left in range(top, tiles):
+            for i in range(top * TILE, min((top + 1) * TILE, n)):
+                for j in range(max(left * TILE, i + 1), min((left + 1) * TILE, n)):
+                    to = matrix + (j * n + i) * item
+                    memcpy(to, matrix + (i * n + j) * item, item)
+                    if dtype == XLA_FFI_DataType_C64:
+                        (<float *> to)[1] = -(<float *> to)[1]
+                    elif dtype == XLA_FFI_DataType_C128:
+                        (<double *> to)[1] = -(<double *> to)[1]

@@ -1,0 +1,233 @@
+"""From a table row to a JAX primitive: abstract evaluation, effect, transforms, eager call.
+
+Every primitive takes any number of arrays and returns a list. Its parameters are plain hashables
+with value equality, so that an eager call compiles once per shape. Inside a traced program it
+carries the ordered effect; an eager call runs a cached executable without it, because program
+order is MPI order there anyway, and an ordered effect costs more than the call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from distsolve.mpi._jaxcompat import (
+    Primitive,
+    ShapedArray,
+    Zero,
+    ad,
+    batching,
+    forget_failed_tokens,
+    instantiate_zero,
+    is_tracing,
+    is_undefined_primal,
+    mlir,
+    ordered_effect,
+    pe,
+    wait_for_ordered,
+    zero_tangent,
+)
+from distsolve.mpi.lowering import lower
+
+Avals = Sequence[ShapedArray]
+
+
+def no_aliases(avals_in: Avals, avals_out: Avals, params: dict) -> dict[int, int]:
+    """No result lies where an operand lay."""
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class OpSpec:
+    """One row of the table.
+
+    Attributes
+    ----------
+    name : of the handler and the primitive.
+    attributes : parameters that the handler reads, sorted as XLA sorts them.
+    outputs : (avals, params) -> avals of the results.
+    aliases : (avals_in, avals_out, params) -> {operand: result} that must share memory.
+    batch : (bind, operands, dims, params) -> (results, dims), always one MPI call.
+    derivative : params -> why there is none, or None where the operation is linear.
+    joint : whether tangents travel in the same message as the values.
+    transpose : (cotangents, operand avals, params) -> cotangents of the operands, or None.
+    """
+
+    name: str
+    attributes: tuple[str, ...]
+    outputs: Callable[..., list[ShapedArray]]
+    batch: Callable[..., tuple[list, list]]
+    aliases: Callable[[Avals, Avals, dict], dict[int, int]] = no_aliases
+    derivative: Callable[[dict], str | None] = lambda params: None
+    joint: bool = False
+    transpose: Callable[..., list] | None = None
+
+    def __post_init__(self) -> None:
+        assert list(self.attributes) == sorted(self.attributes), self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class MPIPrimitive:
+    """A row and its primitive; call it to bind or, outside any trace, to run."""
+
+    spec: OpSpec
+    primitive: Primitive
+
+    def __call__(self, *operands: Any, donate: bool = False, **params: Any) -> list[Any]:
+        if is_tracing():
+            return self.primitive.bind(*operands, ordered=True, **params)
+        return run_eagerly(self.primitive, operands, donate, params)
+
+
+@functools.lru_cache(maxsize=4096)
+def _executable(primitive: Primitive, donate: int, params: tuple) -> Callable[..., list[Any]]:
+    keywords = dict(params)
+
+    def call(*operands: Any) -> list[Any]:
+        return primitive.bind(*operands, ordered=False, **keywords)
+
+    call.__name__ = primitive.name
+    return jax.jit(call, donate_argnums=tuple(range(donate)))
+
+
+def run_eagerly(primitive: Primitive, operands: Sequence, donate: bool, params: dict) -> list[Any]:
+    """Run after all outstanding ordered work, and wait for the result."""
+    try:
+        wait_for_ordered()
+    except Exception:
+        forget_failed_tokens()
+        raise
+    function = _executable(primitive, len(operands) if donate else 0, tuple(params.items()))
+    results = function(*operands)
+    for result in results:
+        result.block_until_ready()
+    return results
+
+
+def make_primitive(spec: OpSpec) -> MPIPrimitive:
+    """Register a row with every part of JAX."""
+    primitive = Primitive(f"mpi_{spec.name}")
+    primitive.multiple_results = True
+    made = MPIPrimitive(spec, primitive)
+
+    def impl(*operands: Any, ordered: bool, **params: Any) -> list[Any]:
+        return run_eagerly(primitive, operands, False, params)
+
+    def abstract_eval(*avals: ShapedArray, ordered: bool, **params: Any):
+        outputs = spec.outputs(avals, params)
+        if ordered:
+            return outputs, {ordered_effect}
+        # Without the effect a call without results would be dropped.
+        return outputs or [ShapedArray((0,), np.dtype(np.bool_))], set()
+
+    primitive.def_impl(impl)
+    primitive.def_effectful_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, functools.partial(lower, spec))
+    batching.primitive_batchers[primitive] = functools.partial(_batch, made)
+    ad.primitive_jvps[primitive] = functools.partial(_jvp, made)
+    ad.primitive_transposes[primitive] = functools.partial(_transpose, made)
+    if spec.joint:
+        pe.custom_partial_eval_rules[primitive] = functools.partial(_partial_eval, made)
+        pe.partial_eval_jaxpr_custom_rules[primitive] = _partial_eval_jaxpr
+    return made
+
+
+def _batch(made: MPIPrimitive, operands: Sequence, dims: Sequence, *, ordered: bool, **params: Any):
+    bind = functools.partial(made.primitive.bind, ordered=ordered)
+    return made.spec.batch(bind, operands, dims, params)
+
+
+def _jvp(made: MPIPrimitive, primals: Sequence, tangents: Sequence, **params: Any):
+    """The operation applied to the tangents, in the message of the values where rows allow it."""
+    reason = made.spec.derivative(params)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    bind = functools.partial(made.primitive.bind, **params)
+    if made.spec.joint:
+        # Each operand has its own result, so operands without a tangent simply stay out.
+        moving = [i for i, t in enumerate(tangents) if type(t) is not Zero]
+        together = bind(*primals, *(tangents[i] for i in moving))
+        values, moved = together[: len(primals)], together[len(primals) :]
+        t_values = [zero_tangent(v) for v in values]
+        for i, t in zip(moving, moved, strict=True):
+            t_values[i] = t
+        return values, t_values
+    if not all(_is_inexact(x) for x in primals):
+        raise NotImplementedError(
+            f"{made.spec.name} of integers and floating-point numbers together has no derivative: "
+            "move them in two calls."
+        )
+    values = bind(*primals)
+    moved = bind(*(instantiate_zero(t) for t in tangents))
+    return values, [
+        t if _is_inexact(v) else zero_tangent(v) for v, t in zip(values, moved, strict=True)
+    ]
+
+
+def _is_inexact(x: Any) -> bool:
+    return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+
+
+def _transpose(made: MPIPrimitive, cotangents: Sequence, *operands: Any, ordered: bool, **params):
+    if made.spec.transpose is None:
+        raise NotImplementedError(made.spec.derivative(params) or _no_transpose(made.spec.name))
+    avals = [x.aval if is_undefined_primal(x) else jax.typeof(x) for x in operands]
+    if all(type(ct) is Zero for ct in cotangents):
+        return [Zero(a.to_ct_aval()) if is_undefined_primal(x) else None
+                for x, a in zip(operands, avals, strict=True)]
+    made_cotangents = made.spec.transpose(
+        [instantiate_zero(ct) for ct in cotangents], avals, params
+    )
+    return [
+        ct if is_undefined_primal(x) else None
+        for x, ct in zip(operands, made_cotangents, strict=True)
+    ]
+
+
+def _no_transpose(name: str) -> str:
+    return (
+        f"{name} has no reverse-mode derivative; write the program with `allreduce`, `bcast`, "
+        "`allgather`, `alltoall` or `sendrecv`, which have one, or use forward mode."
+    )
+
+
+def _partial_eval(made: MPIPrimitive, trace: Any, *tracers: Any, **params: Any):
+    """Values that are known now go now, tangents that are not wait: no result depends on both."""
+    known = [i for i, t in enumerate(tracers) if t.pval.is_known()]
+    waiting = [i for i, t in enumerate(tracers) if not t.pval.is_known()]
+    results: list[Any] = [None] * len(tracers)
+    if known:
+        values = made.primitive.bind(*(tracers[i].pval.get_known() for i in known), **params)
+        for i, value in zip(known, values, strict=True):
+            results[i] = value
+    if waiting:
+        staged = trace.default_process_primitive(
+            made.primitive, [tracers[i] for i in waiting], params
+        )
+        for i, tracer in zip(waiting, staged, strict=True):
+            results[i] = tracer
+    return results
+
+
+def _partial_eval_jaxpr(saveable: Any, unknown: Sequence[bool], inst: Sequence[bool], eqn: Any):
+    """The same under `jax.checkpoint`: calls on known values run once, and are not repeated."""
+
+    def restrict(keep: Sequence[bool]) -> Any:
+        return eqn.replace(
+            invars=[v for v, k in zip(eqn.invars, keep, strict=True) if k],
+            outvars=[v for v, k in zip(eqn.outvars, keep, strict=True) if k],
+        )
+
+    known = [not u for u in unknown]
+    return (
+        restrict(known) if any(known) else None,
+        restrict(unknown) if any(unknown) else None,
+        list(unknown),
+        list(unknown),
+        [],
+    )

@@ -1,0 +1,150 @@
+"""Run the test suite over environment x MPI x ranks, with one line per cell.
+
+An environment is a folder that holds `bin/python`, named for the end of the supported range that
+it stands for. Each cell runs `tests` on its ranks, then `tests/jobs` once per MPI, in plain pytest.
+What a cell printed is kept under `build/tests`, and shown in full if it failed.
+
+    python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import ROOT, Finished, job_environment, mpiexec, run_command
+
+LOGS = ROOT / "build/tests"
+CELL_SECONDS = 900.0
+PYTEST = ["-m", "pytest", "-q", "--color=no", "--durations=5"]
+CLOSING = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", re.MULTILINE)
+NO_TESTS = 5
+VERSIONS = """
+import platform
+from importlib.metadata import version
+names = ("jax", "jaxlib", "mpi4py", "numpy", "scipy")
+print("Python", platform.python_version(), *(f"{name} {version(name)}" for name in names))
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the suite; zero ranks stands for `tests/jobs`."""
+
+    end: str
+    python: str
+    mpi: str
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        """Name of this cell's line and log."""
+        what = f"{self.ranks} rank{'s'[: self.ranks > 1]}" if self.ranks else "jobs"
+        return f"{self.end:7} {self.mpi:8} {what:7}"
+
+    def run(self, arguments: list[str], seconds: float) -> Finished:
+        """Run this cell."""
+        extra = {"DISTSOLVE_TEST_MPI": self.mpi}
+        if self.ranks:
+            command = [*mpiexec(self.mpi, self.ranks, self.python), self.python, *PYTEST]
+            command += ["--ignore=tests/jobs", *(arguments or ["tests"])]
+        else:
+            command = [self.python, *PYTEST, *(arguments or ["tests/jobs"])]
+        return run_command(command, seconds, job_environment(self.mpi, self.ranks or 1, extra))
+
+
+def counts(done: Finished) -> Counter[str]:
+    """Return the numbers of pytest's closing line; a run that has none counts as one failure."""
+    closing = CLOSING.findall(done.stdout)
+    found: Counter[str] = Counter()
+    for number, word in re.findall(r"(\d+) ([a-z]+)", closing[-1] if closing else ""):
+        found[word] += int(number)
+    failed = found["failed"] + found["error"] + found["errors"]
+    passed_over = done.returncode == NO_TESTS and "deselected" in found
+    if done.returncode and not failed and not passed_over:
+        failed = 1
+    return Counter(passed=found["passed"], failed=failed, skipped=found["skipped"])
+
+
+def describe(total: Counter[str]) -> str:
+    """Return the numbers as words, in the form of the closing line."""
+    text = f"{total['passed']} passed, {total['failed']} failed"
+    return text + (f", {total['skipped']} skipped" if total["skipped"] else "")
+
+
+def report(cell: Cell, done: Finished, found: Counter[str]) -> None:
+    """Print a cell's line, and all that it printed if it failed."""
+    end = ", ended at its time limit" if done.timed_out else ""
+    print(f"{cell.name}  {describe(found)} in {done.seconds:.0f} s{end}", flush=True)
+    text = f"{done.stdout}\n{done.stderr}"
+    LOGS.mkdir(parents=True, exist_ok=True)
+    (LOGS / f"{'-'.join(cell.name.split())}.txt").write_text(text)
+    if found["failed"]:
+        print(text, flush=True)
+
+
+def split(values: list[str]) -> dict[str, str]:
+    """Return `name=value` arguments as a dictionary."""
+    return dict(value.split("=", 1) for value in values)
+
+
+def environments(options: argparse.Namespace) -> dict[str, str]:
+    """Return the Python of each environment that exists, and say which ends are tested."""
+    found = {}
+    for end, folder in split(options.env).items():
+        # Not resolved: the link inside the environment is what makes its packages visible.
+        python = Path(os.path.abspath(folder), "bin/python")
+        if not python.exists():
+            print(f"{end}: NOT TESTED, there is no {folder}; {split(options.absent).get(end, '')}")
+            continue
+        done = subprocess.run(
+            [python, "-c", VERSIONS], capture_output=True, text=True, check=True, timeout=120
+        )
+        print(f"{end}: {done.stdout.strip()}")
+        found[end] = str(python)
+    if not found:
+        sys.exit(f"no environment to test in {options.env}: run `make test`")
+    return found
+
+
+def cells(options: argparse.Namespace) -> list[Cell]:
+    """Return the matrix: the ranks of an end, then its jobs, for each MPI."""
+    ranks = split(options.ranks)
+    return [
+        Cell(end, python, mpi, int(number))
+        for end, python in environments(options).items()
+        for mpi in options.mpi.split(",")
+        for number in ranks.get(end, ranks.get("all", "1,2,3,0")).split(",")
+    ]
+
+
+def main() -> None:
+    """Run the matrix, print the closing line, exit with 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--env", action="append", required=True, metavar="END=FOLDER")
+    parser.add_argument("--absent", action="append", default=[], metavar="END=REASON")
+    parser.add_argument("--mpi", default="mpich,openmpi")
+    parser.add_argument(
+        "--ranks", action="append", default=[], metavar="END=1,2,0", help="0: tests/jobs"
+    )
+    parser.add_argument("--seconds", type=float, default=CELL_SECONDS, help="limit of one cell")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    options = parser.parse_args()
+    total: Counter[str] = Counter()
+    for cell in cells(options):
+        done = cell.run(options.pytest, options.seconds)
+        found = counts(done)
+        report(cell, done, found)
+        total += found
+    if not total["passed"] and not total["failed"]:
+        total["failed"] = 1  # a run that tested nothing is no success
+    print(describe(total))
+    sys.exit(bool(total["failed"]))
+
+
+if __name__ == "__main__":
+    main()

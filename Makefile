@@ -17,7 +17,8 @@ MPI4JAX := mpi4jax==0.9.1.post2
 
 NATIVE := $(wildcard distsolve/mpi/native/*.pyx distsolve/mpi/native/*.pxd distsolve/mpi/native/*.h)
 BUILD_INPUTS := pyproject.toml setup.py $(NATIVE)
-PIP := -m pip install --quiet --disable-pip-version-check
+# Twice quiet: errors only.
+PIP := -m pip install -qq --disable-pip-version-check
 REQUIREMENTS := .ci/requirements.py
 
 # Each rank gets one thread: two ranks on two cores would otherwise fight for them.

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import LaunchError, build, launch, thread_limits, tool
-from machine import describe
-from report import print_head, print_row, print_table, ratio_text, seconds_text
+from machine import OtherLoad, describe
+from report import print_head, print_load, print_row, print_table, ratio_text, seconds_text
 
 RANKS = 2
 MIB = 2**20 // 4  # float32 elements
@@ -52,7 +52,8 @@ class Target:
         if self.factor is not None:
             return ratio_text(ours / theirs), ours / theirs <= self.factor
         if self.excess is not None:
-            return f"{seconds_text(ours - theirs)} more", ours - theirs <= self.excess
+            excess = ours - theirs
+            return ("+" if excess > 0 else "") + seconds_text(excess), excess <= self.excess
         return ratio_text(ours / self.limit), ours <= self.limit
 
 
@@ -202,7 +203,10 @@ def measure(contenders, *, repeats, quick, folder):
         for name, program in list(programs.items()):
             options = {**contenders[name].options, **(contenders[name].quick if quick else {})}
             try:
-                results[name]["samples"].append(launch(program, np=RANKS, **options))
+                with OtherLoad() as others:
+                    figures = launch(program, np=RANKS, **options)
+                figures["other_load"] = others.share
+                results[name]["samples"].append(figures)
             except LaunchError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 results[name] = {"missing": "failed"}
@@ -221,7 +225,7 @@ def medians(row, results):
     return found
 
 
-def judge(row, found):
+def judge(row, found, quick):
     """For each target: its text, the compared value, and whether it is reached."""
     verdicts = []
     for target in row.targets:
@@ -230,7 +234,7 @@ def judge(row, found):
             value, reached = "-", "not measured"
         else:
             value, kept = target.judge(ours, theirs)
-            reached = "yes" if kept else "no"
+            reached = "quick run" if quick else "yes" if kept else "no"
         verdicts.append({"target": target.text, "value": value, "reached": reached})
     return verdicts
 
@@ -268,14 +272,15 @@ def main():
                 )
             found = medians(row, samples[row.measurement])
             entry = {"row": number, "title": row.title, "figure": row.figure, "medians": found}
-            table.append({**entry, "targets": judge(row, found)})
+            table.append({**entry, "targets": judge(row, found, options.quick)})
             print_row(table[-1])
     print_table(table)
+    groups = [result for group in samples.values() for result in group.values()]
+    print_load([x["other_load"] for result in groups for x in result.get("samples", ())])
     if options.json:
         text = json.dumps({**conditions, "rows": table, "samples": samples}, indent=1)
         options.json.write_text(text + "\n")
-    failed = any(r.get("missing") == "failed" for group in samples.values() for r in group.values())
-    return 1 if failed else 0
+    return 1 if any(result.get("missing") == "failed" for result in groups) else 0
 
 
 if __name__ == "__main__":

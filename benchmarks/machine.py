@@ -1,8 +1,10 @@
-"""What a figure was measured on: hardware, versions and date."""
+"""What a figure was measured on: hardware, versions, date, and what else ran meanwhile."""
 
 import datetime
 import os
 import platform
+import resource
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -31,8 +33,32 @@ def describe():
         "processor": _proc_field("/proc/cpuinfo", "model name"),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory, 1),
-        "load_average": os.getloadavg()[0],
         "system": platform.platform(),
         "python": platform.python_version(),
         "packages": {package: _version(package) for package in PACKAGES},
     }
+
+
+class OtherLoad:
+    """The share of all cores that other processes, or the hypervisor, took in a `with` block.
+
+    Ranks wait by spinning, so that a single foreign process can double a latency. What the
+    programs started inside the block used themselves is not counted.
+    """
+
+    def __enter__(self):
+        self._before = self._used()
+        return self
+
+    def __exit__(self, *exception):
+        used = zip(self._used(), self._before, strict=True)
+        elapsed, busy, own = (after - before for after, before in used)
+        self.share = round(max(0.0, busy - own) / (elapsed * os.cpu_count()), 3)
+
+    @staticmethod
+    def _used():
+        # user, nice, system, idle, iowait, irq, softirq, steal
+        ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+        busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        own = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return time.monotonic(), busy, own.ru_utime + own.ru_stime

@@ -1,5 +1,7 @@
 """Prints figures and targets as plain text."""
 
+BUSY = 0.05  # share of the cores
+
 
 def seconds_text(value):
     """Seconds with three digits in a unit that suits them."""
@@ -45,7 +47,7 @@ def print_row(entry):
 
 def print_table(table):
     """Every target with what was reached, one a line."""
-    line = "{:56} {:>13}  {:24} {:>18}  {}"
+    line = "{:60} {:>13}  {:20} {:>17}  {}"
     print("\n" + line.format("row", "distsolve", "target", "ratio or excess", "reached"))
     for entry in table:
         for target in entry["targets"]:
@@ -58,3 +60,13 @@ def print_table(table):
                     target["reached"],
                 )
             )
+
+
+def print_load(shares):
+    """How much of the machine went elsewhere: figures from a busy machine compare nothing."""
+    if not shares:
+        return
+    mean, worst = sum(shares) / len(shares), max(shares)
+    print(f"\nother processes took {mean:.1%} of the cores during the runs, {worst:.1%} at worst")
+    if mean > BUSY:
+        print("THE MACHINE WAS BUSY: ranks wait by spinning; repeat this on an idle machine")

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 from tqdm import tqdm
 from vmc import estimate, optimizer
+from vmc.plot import plot_convergence
 from vmc.sampler import initial_walkers, share
 from vmc.wavefunction import initial_parameters, log_psi
 from vmc.xyz import Molecule, MoleculeError, read_xyz
@@ -60,6 +60,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options.output = options.output or Path(options.file.stem + "_convergence.png")
     if options.walkers < 2:
         parser.error("--walkers 1: the error bar needs at least 2 walkers")
+    if not options.output.parent.is_dir():
+        parser.error(f"--output {options.output}: no such folder; make it or choose another one")
     return options
 
 
@@ -121,9 +123,19 @@ def optimise(state: optimizer.State, improve, steps: int) -> tuple[optimizer.Sta
     for k in bar:
         state, report = improve(state, *optimizer.schedule(k, steps))
         history.append((float(report.energy), float(report.error), float(report.variance)))
+        # The energy is reduced, so that all ranks leave here or none.
+        if not np.isfinite(history[-1][0]):
+            bar.close()
+            sys.exit(
+                f"error: the energy of step {k + 1} is {history[-1][0]}; expected a finite number. "
+                "Try another --seed or more --walkers."
+                if mpi.rank() == 0
+                else 1
+            )
         bar.set_postfix_str(
             f"E = {report.energy:.5f} +- {report.error:.5f} Ha, CG {int(report.cg_iterations)}, "
-            f"accepted {float(report.acceptance):.0%}"
+            f"accepted {float(report.acceptance):.0%}",
+            refresh=False,
         )
     return state, np.array(history)
 
@@ -149,7 +161,7 @@ def evaluate(state: optimizer.State, extend, measurements: int) -> tuple[float, 
     bar = tqdm(range(0, measurements, MEASUREMENTS), desc="evaluate", disable=mpi.rank() != 0)
     for _ in bar:
         chains, energy, error = extend(chains, state.theta, state.step, state.energy)
-        bar.set_postfix_str(f"E = {energy:.6f} +- {error:.6f} Ha")
+        bar.set_postfix_str(f"E = {energy:.6f} +- {error:.6f} Ha", refresh=False)
     return float(energy), float(error)
 
 
@@ -170,9 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
     theta, unravel = ravel_pytree(initial_parameters(parameter_key, molecule))
     physics = {"log_psi": lambda theta, x: log_psi(unravel(theta), x, molecule)}
     physics["molecule"] = molecule
-    walkers = initial_walkers(
-        walker_key, molecule, share(options.walkers, mpi.rank(), mpi.size())
-    )
+    walkers = initial_walkers(walker_key, molecule, share(options.walkers, mpi.rank(), mpi.size()))
     state = jax.jit(partial(optimizer.start, **physics))(theta, walkers)
     improve = jax.jit(partial(optimizer.improve, **physics), donate_argnums=0)
     extend = jax.jit(partial(estimate.extend, **physics, n_measurements=MEASUREMENTS))
@@ -180,8 +190,6 @@ def main(arguments: list[str] | None = None) -> None:
     state, history = optimise(state, improve, options.steps)
     energy, error = evaluate(state, extend, options.measurements)
     if mpi.rank() == 0:
-        from vmc.plot import plot_convergence
-
         plot_convergence(options.output, molecule.name, history, molecule.exact)
         seconds = time.perf_counter() - begin
         print(

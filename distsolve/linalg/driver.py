@@ -216,7 +216,7 @@ def _run(method, A, M, b, x0, stop, space):
     cycle = functools.partial(_cycle, method, A, M, b, threshold, fixed, stop.maxiter, space)
     end = jax.lax.while_loop(lambda s: s.reason == Reason.RUNNING, cycle, start)
     return end.x, Info(
-        converged=end.residual_norm <= threshold,
+        converged=(end.residual_norm <= threshold) & (end.reason != Reason.NONFINITE),
         reason=end.reason,
         iterations=end.iterations,
         residual_norm=end.residual_norm,

@@ -18,8 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distsolve.mpi.native import abi, serial
-from distsolve.mpi.native.handlers import HANDLERS
+from distsolve.mpi.native import abi, messages, movement, reductions, serial
 from distsolve.mpi.operations import DTYPES, Op, identities
 
 _THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
@@ -65,7 +64,7 @@ def _load() -> Library:
         library = _bind_mpi()
     if os.environ.get("DISTSOLVE_NO_IN_PLACE", "") not in ("", "0"):
         abi.set_in_place(False)
-    for name, handler in HANDLERS.items():
+    for name, handler in (reductions.HANDLERS | movement.HANDLERS | messages.HANDLERS).items():
         jax.ffi.register_ffi_target(f"distsolve_{name}", handler, platform="cpu")
     return library
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 
-matplotlib.use("Agg")  # a compute node has no display
-
-import matplotlib.pyplot as plt  # noqa: E402  (the backend comes first)
+# Not pyplot: a figure of its own draws with Agg, and so needs no display.
+from matplotlib.figure import Figure
 
 
 def plot_convergence(path: Path, name: str, history: np.ndarray, exact: float | None) -> None:
@@ -28,9 +26,8 @@ def plot_convergence(path: Path, name: str, history: np.ndarray, exact: float | 
     """
     steps = np.arange(1, len(history) + 1)
     energy, error, variance = history.T
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(7, 6), sharex=True, height_ratios=[2, 1], layout="constrained"
-    )
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     top.fill_between(steps, energy - error, energy + error, alpha=0.3, label="standard error")
     top.plot(steps, energy, linewidth=1, label="VMC energy")
     if exact is not None:
@@ -49,4 +46,3 @@ def plot_convergence(path: Path, name: str, history: np.ndarray, exact: float | 
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
-    plt.close(figure)

@@ -103,12 +103,11 @@ def metropolis(
         x, value, accepted = carry
 
         def draw(walker_key):
-            stream = jax.random.fold_in(walker_key, walkers.moves + k)
-            # x holds 3 n_electrons normals; one more decides. One call, one stream position.
-            normals, uniform = jax.random.split(stream)
-            return jax.random.normal(normals, x.shape[1:], x.dtype), jax.random.uniform(
-                uniform, (), x.dtype
+            noise_key, decision_key = jax.random.split(
+                jax.random.fold_in(walker_key, walkers.moves + k)
             )
+            noise = jax.random.normal(noise_key, x.shape[1:], x.dtype)
+            return noise, jax.random.uniform(decision_key, (), x.dtype)
 
         noise, uniform = jax.vmap(draw)(walkers.keys)
         proposal = x + step * noise

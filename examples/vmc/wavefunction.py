@@ -114,7 +114,8 @@ def _hueckel_orbitals(molecule: Molecule, centres, exponents) -> np.ndarray:
     overlap = np.where(same_atom, 0.0, np.exp(-distance))
     matrix = np.diag(level) + 0.9 * overlap * (level[:, None] + level) / 2
     coefficients = np.linalg.eigh(matrix)[1][:, : molecule.n_up]
-    return coefficients * np.sign(coefficients[np.argmax(abs(coefficients), axis=0), range(molecule.n_up)])
+    # The sign of an eigenvector is LAPACK's choice; fix it, so that all machines start alike.
+    return coefficients * np.where(coefficients.sum(axis=0) < 0, -1.0, 1.0)
 
 
 def _log_determinants(parameters: dict, r2: jax.Array, molecule: Molecule) -> jax.Array:

@@ -50,6 +50,10 @@ ctypedef int (*get_elements_t)(const void *, Handle, int64_t *) noexcept nogil
 ctypedef int (*comm_size_t)(Handle, int *) noexcept nogil
 ctypedef int (*version_t)(char *, int *) noexcept nogil
 
+# The `peer` of `check` where a call has none.
+cdef enum:
+    NO_PEER = -3
+
 cdef struct Comm:
     Handle handle
     int id
@@ -79,7 +83,6 @@ cdef void *address[<int> N_CALLS]
 cdef Constants constants
 cdef StatusLayout status_layout
 
-cdef Comm *find_comm(int64_t comm_id) noexcept nogil
 cdef Handle mpi_type(int dtype) noexcept nogil
 cdef Handle mpi_op(int64_t op) noexcept nogil
 cdef void *user_status(int64_t status_id) noexcept nogil
@@ -88,7 +91,9 @@ cdef int peer(int64_t rank) noexcept nogil
 cdef void count_call(Call call) noexcept nogil
 cdef void enter() noexcept nogil
 cdef void leave() noexcept nogil
-cdef Error *unusable(Frame *frame, const Comm *comm, Call call) noexcept nogil
+cdef bint ready(
+    Frame *frame, Call call, int64_t comm_id_at, Comm **comm, Error **answer
+) noexcept nogil
 cdef Error *check(
     Frame *frame, Call call, int code, const Comm *comm, int64_t count, int64_t peer
 ) noexcept nogil

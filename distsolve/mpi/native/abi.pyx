@@ -10,8 +10,8 @@ from libc.stdlib cimport calloc
 from libc.string cimport memcpy
 
 from distsolve.mpi.native.ffi cimport (
-    Error, Frame, ffi_error, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
-    pthread_mutex_unlock,
+    Error, Frame, ffi_answer_metadata, ffi_error, ffi_int, pthread_mutex_init, pthread_mutex_lock,
+    pthread_mutex_t, pthread_mutex_unlock,
 )
 
 
@@ -109,18 +109,25 @@ cdef void leave() noexcept nogil:
         pthread_mutex_unlock(&lock)
 
 
-cdef Error *unusable(Frame *frame, const Comm *comm, Call call) noexcept nogil:
-    """Why no MPI call can be made at all, or NULL."""
+cdef bint ready(
+    Frame *frame, Call call, int64_t comm_id_at, Comm **comm, Error **answer
+) noexcept nogil:
+    """Find the communicator of a frame; where no MPI call is to be made, say what to answer."""
     cdef char text[256]
+    answer[0] = NULL
+    if ffi_answer_metadata(frame):
+        return False
+    comm[0] = find_comm(ffi_int(frame, comm_id_at))
     if constants.finalized:
         snprintf(text, sizeof(text), "%s was called after MPI_Finalize: finish all work that "
                  "communicates before MPI is finalised.", names[<int> call])
-    elif comm == NULL:
+    elif comm[0] == NULL:
         snprintf(text, sizeof(text), "%s was called on a communicator that has been freed: keep "
                  "it alive as long as compiled functions use it.", names[<int> call])
     else:
-        return NULL
-    return ffi_error(frame, text)
+        return True
+    answer[0] = ffi_error(frame, text)
+    return False
 
 
 cdef Error *check(

@@ -7,7 +7,7 @@ from distsolve.mpi.native.ffi cimport Buffer, Frame
 
 # One reduction or broadcast over a list of segments, each an input and an output of equal length.
 # The segments are the operands of the call frame or, where `triangle` is set, the rows of the
-# upper triangle of one square matrix of that order.
+# upper triangles of a stack of square matrices of that order.
 cdef struct Job:
     Call call
     const Comm *comm
@@ -21,7 +21,7 @@ cdef struct Job:
     int64_t chunk           # bytes handed to MPI at a time
     int64_t n_segments
     Frame *frame
-    int64_t triangle
+    int64_t triangle        # order of the matrices at src and dst, or 0
     char *src
     char *dst
 
@@ -32,4 +32,3 @@ cdef Job job_of(
 cdef int run(Job *job) noexcept nogil
 cdef int reduce_scatter(Job *job, const char *src, char *dst, int64_t block) noexcept nogil
 cdef void mirror(char *matrix, int64_t n, int dtype, int64_t item) noexcept nogil
-cdef int64_t item_size(int dtype) noexcept nogil

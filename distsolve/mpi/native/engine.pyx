@@ -15,18 +15,13 @@ from distsolve.mpi.native.abi cimport (
     bcast_t, combine_t, constants, count_call, identity, mpi_op, mpi_type, reduce_t,
 )
 from distsolve.mpi.native.ffi cimport (
-    Buffer, Frame, bfloat16_to_float, ffi_arg, ffi_count, ffi_operands, ffi_ret, float16_to_float,
+    XLA_FFI_DataType_BF16, XLA_FFI_DataType_C64, XLA_FFI_DataType_C128, XLA_FFI_DataType_F16,
+    XLA_FFI_DataType_F32,
+    Buffer, Frame, bfloat16_to_float, ffi_arg, ffi_count, ffi_item, ffi_operands, ffi_ret, float16_to_float,
     float_to_bfloat16, float_to_float16, pthread_mutex_init, pthread_mutex_t,
     pthread_mutex_trylock, pthread_mutex_unlock,
 )
 
-
-cdef extern from "ffi.h" nogil:
-    enum:
-        XLA_FFI_DataType_PRED, XLA_FFI_DataType_S8, XLA_FFI_DataType_U8
-        XLA_FFI_DataType_S16, XLA_FFI_DataType_U16, XLA_FFI_DataType_S32, XLA_FFI_DataType_U32
-        XLA_FFI_DataType_S64, XLA_FFI_DataType_U64, XLA_FFI_DataType_F16, XLA_FFI_DataType_BF16
-        XLA_FFI_DataType_F32, XLA_FFI_DataType_F64, XLA_FFI_DataType_C64, XLA_FFI_DataType_C128
 
 cdef enum:
     SCRATCH = 8 << 20       # bytes; sending and receiving halves
@@ -59,21 +54,6 @@ cdef void give_scratch(char *scratch) noexcept nogil:
         free(scratch)
 
 
-cdef int64_t item_size(int dtype) noexcept nogil:
-    """Bytes per element; the 8-bit floats are all that is left over."""
-    if dtype == XLA_FFI_DataType_C128:
-        return 16
-    if dtype in (XLA_FFI_DataType_S64, XLA_FFI_DataType_U64, XLA_FFI_DataType_F64,
-                 XLA_FFI_DataType_C64):
-        return 8
-    if dtype in (XLA_FFI_DataType_S32, XLA_FFI_DataType_U32, XLA_FFI_DataType_F32):
-        return 4
-    if dtype in (XLA_FFI_DataType_S16, XLA_FFI_DataType_U16, XLA_FFI_DataType_F16,
-                 XLA_FFI_DataType_BF16):
-        return 2
-    return 1
-
-
 cdef Job job_of(
     Frame *frame, Call call, const Comm *comm, const Buffer *buffer, int64_t op, int root,
     int64_t chunk
@@ -82,11 +62,12 @@ cdef Job job_of(
     cdef Job job
     job.call, job.comm, job.root, job.op = call, comm, root, op
     job.dtype = buffer.dtype
-    job.item = job.wire_item = item_size(buffer.dtype)
+    job.item = job.wire_item = ffi_item(buffer.dtype)
     job.chunk = chunk if chunk > 0 else comm.chunk
     job.n_segments = ffi_operands(frame)
     job.frame = frame
     job.triangle = 0
+    job.src = job.dst = NULL
     if call == BCAST:
         job.wire_type, job.wire_op = constants.byte, 0
         return job
@@ -102,11 +83,13 @@ cdef Job job_of(
 cdef void segment(
     const Job *job, int64_t index, char **src, char **dst, int64_t *count
 ) noexcept nogil:
-    cdef int64_t offset
-    if job.triangle > 0:
-        offset = index * (job.triangle + 1) * job.item
+    cdef int64_t n = job.triangle
+    cdef int64_t row, offset
+    if n > 0:
+        row = index % n
+        offset = ((index // n) * n * n + row * (n + 1)) * job.item
         src[0], dst[0] = job.src + offset, job.dst + offset
-        count[0] = job.triangle - index
+        count[0] = n - row
     else:
         src[0] = <char *> ffi_arg(job.frame, index).data
         dst[0] = <char *> ffi_ret(job.frame, index).data
@@ -124,7 +107,9 @@ cdef bint is_direct(const Job *job, int64_t count) noexcept nogil:
 
 cdef int call_mpi(const Job *job, const char *send, char *recv, int64_t count) noexcept nogil:
     """One MPI call on at most a chunk; equal buffers mean MPI_IN_PLACE."""
-    cdef const void *source = constants.in_place if send == recv else <const void *> send
+    cdef const void *source = send
+    if send == recv:
+        source = constants.in_place
     count_call(job.call)
     if job.call == BCAST:
         return (<bcast_t> address[<int> BCAST])(

@@ -47,6 +47,39 @@ static inline int64_t ffi_count(const XLA_FFI_Buffer *buffer) {
   return count;
 }
 
+/* Bytes per element; bool, 8-bit integers and 8-bit floats are all that is left over. */
+static inline int64_t ffi_item(int dtype) {
+  switch (dtype) {
+    case XLA_FFI_DataType_C128:
+      return 16;
+    case XLA_FFI_DataType_S64:
+    case XLA_FFI_DataType_U64:
+    case XLA_FFI_DataType_F64:
+    case XLA_FFI_DataType_C64:
+      return 8;
+    case XLA_FFI_DataType_S32:
+    case XLA_FFI_DataType_U32:
+    case XLA_FFI_DataType_F32:
+      return 4;
+    case XLA_FFI_DataType_S16:
+    case XLA_FFI_DataType_U16:
+    case XLA_FFI_DataType_F16:
+    case XLA_FFI_DataType_BF16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+static inline int64_t ffi_bytes(const XLA_FFI_Buffer *buffer) {
+  return ffi_count(buffer) * ffi_item(buffer->dtype);
+}
+
+/* Give an operand back as the result; XLA has usually put both in one place. */
+static inline void ffi_carry(XLA_FFI_Buffer *y, const XLA_FFI_Buffer *x) {
+  if (y->data != x->data) memcpy(y->data, x->data, (size_t)ffi_bytes(x));
+}
+
 /* Arguments that carry data: the ordering token, where there is one, comes last. */
 static inline int64_t ffi_operands(const XLA_FFI_CallFrame *frame) {
   int64_t n = frame->args.size;

@@ -1,5 +1,6 @@
 """Declarations of XLA's C FFI, as ``ffi.h`` presents it."""
 
+from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int64_t, uint16_t
 
 
@@ -22,6 +23,9 @@ cdef extern from "ffi.h" nogil:
     int64_t ffi_int(Frame *frame, int64_t index)
     const int64_t *ffi_ints(Frame *frame, int64_t index)
     int64_t ffi_count(const Buffer *buffer)
+    int64_t ffi_item(int dtype)
+    int64_t ffi_bytes(const Buffer *buffer)
+    void ffi_carry(Buffer *y, const Buffer *x)
     int64_t ffi_operands(const Frame *frame)
     Error *ffi_error(Frame *frame, const char *message)
 
@@ -30,9 +34,21 @@ cdef extern from "ffi.h" nogil:
     float float16_to_float(uint16_t half)
     uint16_t float_to_float16(float value)
 
+    enum:
+        XLA_FFI_DataType_S32, XLA_FFI_DataType_F16, XLA_FFI_DataType_BF16, XLA_FFI_DataType_F32
+        XLA_FFI_DataType_C64, XLA_FFI_DataType_C128
+
     ctypedef struct pthread_mutex_t:
         pass
     int pthread_mutex_init(pthread_mutex_t *mutex, void *attributes)
     int pthread_mutex_lock(pthread_mutex_t *mutex)
     int pthread_mutex_trylock(pthread_mutex_t *mutex)
     int pthread_mutex_unlock(pthread_mutex_t *mutex)
+
+
+ctypedef Error *(*Handler)(Frame *) noexcept nogil
+
+
+cdef inline object capsule(Handler handler):
+    """A handler as JAX registers it."""
+    return PyCapsule_New(<void *> handler, NULL, NULL)

@@ -14,8 +14,6 @@ BYTE = 1
 ANY_SOURCE = -1
 ANY_TAG = -1
 PROC_NULL = -2
-VERSION = "one rank without MPI (DISTSOLVE_NO_MPI=1)"
-_VERSION_AS_BYTES = VERSION.encode()     # owns what `version` points at
 
 cdef enum:
     OFFSET_SOURCE = 0
@@ -25,7 +23,8 @@ cdef enum:
 
 STATUS_LAYOUT = {"size": SIZE_STATUS, "source": OFFSET_SOURCE, "tag": OFFSET_TAG}
 
-cdef const char *version = _VERSION_AS_BYTES
+cdef const char *VERSION_TEXT = "one rank without MPI (DISTSOLVE_NO_MPI=1)"
+VERSION = VERSION_TEXT.decode()
 cdef const char *NO_PARTNER = "a world of one rank has no other rank to exchange messages with"
 
 
@@ -177,8 +176,8 @@ cdef int comm_size(Handle comm, int *size) noexcept nogil:
 
 
 cdef int library_version(char *text, int *length) noexcept nogil:
-    length[0] = <int> strlen(version)
-    memcpy(text, version, length[0] + 1)
+    length[0] = <int> strlen(VERSION_TEXT)
+    memcpy(text, VERSION_TEXT, length[0] + 1)
     return 0
 
 

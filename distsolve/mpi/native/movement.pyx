@@ -1,0 +1,248 @@
+"""Handlers for data movement between all ranks: decode the call frame, call MPI, check.
+
+Attributes arrive sorted by name; the comment above each handler lists them in that order. Inside a
+larger program the ordering token is the last operand and the last result; no handler looks at it.
+"""
+
+from libc.stdint cimport int64_t
+
+from distsolve.mpi.native.abi cimport (
+    ALLGATHER, ALLGATHERV, ALLTOALL, ALLTOALLW, BARRIER, GATHER, GATHERV, NO_PEER, SCATTER,
+    SCATTERV, Call, Comm, address, allgatherv_t, barrier_t, check, constants, count_call, enter,
+    exchange_t, gatherv_t, leave, ready, rooted_t, scatterv_t,
+)
+from distsolve.mpi.native.exchange cimport Exchange, begin, finish
+from distsolve.mpi.native.ffi cimport (
+    Buffer, Error, Frame, capsule, ffi_arg, ffi_bytes, ffi_carry, ffi_count, ffi_int,
+    ffi_ints, ffi_item, ffi_ret,
+)
+
+cdef enum:
+    MAX_RANKS_ON_STACK = 256
+
+
+cdef int64_t row_bytes(const Buffer *buffer) noexcept nogil:
+    """Bytes in one element of the leading axis."""
+    cdef int64_t size = ffi_item(buffer.dtype)
+    cdef int64_t axis
+    for axis in range(1, buffer.rank):
+        size *= buffer.dims[axis]
+    return size
+
+
+cdef int large_blocks(
+    Call call, const Comm *comm, int root, const Buffer *x, Buffer *y, int64_t block
+) noexcept nogil:
+    """The four block operations for blocks that no int can count."""
+    cdef Exchange plan
+    cdef int i
+    cdef bint sends_all = call == ALLTOALL or (call == SCATTER and comm.rank == root)
+    cdef bint receives_all = (
+        call == ALLTOALL or call == ALLGATHER or (call == GATHER and comm.rank == root))
+    if not begin(&plan, comm.size, x.data, y.data):
+        return 1
+    for i in range(comm.size):
+        if sends_all or call == ALLGATHER or (call == GATHER and i == root):
+            plan.send_bytes[i] = block
+            plan.send_offsets[i] = i * block if sends_all else 0
+        if receives_all or (call == SCATTER and i == root):
+            plan.recv_bytes[i] = block
+            plan.recv_offsets[i] = i * block if receives_all else 0
+    return finish(&plan, comm)
+
+
+cdef Error *blocks(Frame *frame, Call call, int root_at) noexcept nogil:
+    cdef Comm *comm
+    cdef Error *error
+    if not ready(frame, call, 0, &comm, &error):
+        return error
+    cdef Buffer *x = ffi_arg(frame, 0)
+    cdef Buffer *y = ffi_ret(frame, 0)
+    cdef int root = <int> ffi_int(frame, root_at) if root_at > 0 else 0
+    cdef int64_t block = min(ffi_bytes(x), ffi_bytes(y))
+    cdef int n
+    cdef int code
+    if call == ALLTOALL:
+        block //= comm.size
+    if call == GATHER and comm.rank != root:
+        ffi_carry(y, x)
+    enter()
+    if block > constants.count_limit:
+        code = large_blocks(call, comm, root, x, y, block)
+    else:
+        n = <int> block
+        count_call(call)
+        if call == GATHER or call == SCATTER:
+            code = (<rooted_t> address[<int> call])(
+                x.data, n, constants.byte, y.data, n, constants.byte, root, comm.handle)
+        else:
+            code = (<exchange_t> address[<int> call])(
+                x.data, n, constants.byte, y.data, n, constants.byte, comm.handle)
+    leave()
+    return check(frame, call, code, comm, ffi_count(x), NO_PEER)
+
+
+# comm, root
+cdef Error *gather(Frame *frame) noexcept nogil:
+    return blocks(frame, GATHER, 1)
+
+
+# comm, root
+cdef Error *scatter(Frame *frame) noexcept nogil:
+    return blocks(frame, SCATTER, 1)
+
+
+# comm
+cdef Error *allgather(Frame *frame) noexcept nogil:
+    return blocks(frame, ALLGATHER, 0)
+
+
+# comm
+cdef Error *alltoall(Frame *frame) noexcept nogil:
+    return blocks(frame, ALLTOALL, 0)
+
+
+cdef void lay_out(
+    const int64_t *rows, int64_t row, int size, int64_t *nbytes, int64_t *offsets
+) noexcept nogil:
+    """Bytes and offsets of consecutive blocks."""
+    cdef int64_t offset = 0
+    cdef int i
+    for i in range(size):
+        nbytes[i] = rows[i] * row
+        offsets[i] = offset
+        offset += nbytes[i]
+
+
+cdef int uneven_in_ints(
+    Call call, const Comm *comm, int root, const Buffer *x, Buffer *y,
+    const int64_t *rows, int64_t row, int *counts, int *displacements
+) noexcept nogil:
+    cdef int offset = 0
+    cdef int i
+    for i in range(comm.size):
+        counts[i] = <int> (rows[i] * row)
+        displacements[i] = offset
+        offset += counts[i]
+    count_call(call)
+    if call == GATHERV:
+        return (<gatherv_t> address[<int> GATHERV])(
+            x.data, counts[comm.rank], constants.byte,
+            y.data, counts, displacements, constants.byte, root, comm.handle)
+    if call == SCATTERV:
+        return (<scatterv_t> address[<int> SCATTERV])(
+            x.data, counts, displacements, constants.byte,
+            y.data, counts[comm.rank], constants.byte, root, comm.handle)
+    return (<allgatherv_t> address[<int> ALLGATHERV])(
+        x.data, counts[comm.rank], constants.byte,
+        y.data, counts, displacements, constants.byte, comm.handle)
+
+
+cdef int uneven_at_large(
+    Call call, const Comm *comm, int root, const Buffer *x, Buffer *y,
+    const int64_t *rows, int64_t row
+) noexcept nogil:
+    cdef Exchange plan
+    cdef int i
+    if not begin(&plan, comm.size, x.data, y.data):
+        return 1
+    if call == SCATTERV:
+        if comm.rank == root:
+            lay_out(rows, row, comm.size, plan.send_bytes, plan.send_offsets)
+        plan.recv_bytes[root] = rows[comm.rank] * row
+    else:
+        for i in range(comm.size):
+            if call == ALLGATHERV or i == root:
+                plan.send_bytes[i] = rows[comm.rank] * row
+        if call == ALLGATHERV or comm.rank == root:
+            lay_out(rows, row, comm.size, plan.recv_bytes, plan.recv_offsets)
+    return finish(&plan, comm)
+
+
+cdef Error *uneven(Frame *frame, Call call, int root_at) noexcept nogil:
+    cdef Comm *comm
+    cdef Error *error
+    if not ready(frame, call, 0, &comm, &error):
+        return error
+    cdef Buffer *x = ffi_arg(frame, 0)
+    cdef Buffer *y = ffi_ret(frame, 0)
+    cdef int root = <int> ffi_int(frame, root_at) if root_at > 0 else 0
+    cdef const int64_t *rows = ffi_ints(frame, 1)
+    cdef int64_t row = row_bytes(x)
+    cdef int on_stack[2 * MAX_RANKS_ON_STACK]
+    cdef int64_t total = 0
+    cdef int i
+    cdef int code
+    for i in range(comm.size):
+        total += rows[i] * row
+    if call == GATHERV and comm.rank != root:
+        ffi_carry(y, x)
+    enter()
+    if total > constants.count_limit or comm.size > MAX_RANKS_ON_STACK:
+        code = uneven_at_large(call, comm, root, x, y, rows, row)
+    else:
+        code = uneven_in_ints(
+            call, comm, root, x, y, rows, row, on_stack, on_stack + MAX_RANKS_ON_STACK)
+    leave()
+    return check(frame, call, code, comm, ffi_count(x), NO_PEER)
+
+
+# comm, counts (rows of every rank), root
+cdef Error *gatherv(Frame *frame) noexcept nogil:
+    return uneven(frame, GATHERV, 2)
+
+
+# comm, counts, root
+cdef Error *scatterv(Frame *frame) noexcept nogil:
+    return uneven(frame, SCATTERV, 2)
+
+
+# comm, counts
+cdef Error *allgatherv(Frame *frame) noexcept nogil:
+    return uneven(frame, ALLGATHERV, 0)
+
+
+# comm, recv_counts, send_counts
+cdef Error *alltoallv(Frame *frame) noexcept nogil:
+    cdef Comm *comm
+    cdef Error *error
+    if not ready(frame, ALLTOALLW, 0, &comm, &error):
+        return error
+    cdef Buffer *x = ffi_arg(frame, 0)
+    cdef Buffer *y = ffi_ret(frame, 0)
+    cdef int64_t row = row_bytes(x)
+    cdef Exchange plan
+    cdef int code = 1
+    enter()
+    if begin(&plan, comm.size, x.data, y.data):
+        lay_out(ffi_ints(frame, 2), row, comm.size, plan.send_bytes, plan.send_offsets)
+        lay_out(ffi_ints(frame, 1), row, comm.size, plan.recv_bytes, plan.recv_offsets)
+        code = finish(&plan, comm)
+    leave()
+    return check(frame, ALLTOALLW, code, comm, ffi_count(x), NO_PEER)
+
+
+# comm
+cdef Error *barrier(Frame *frame) noexcept nogil:
+    cdef Comm *comm
+    cdef Error *error
+    if not ready(frame, BARRIER, 0, &comm, &error):
+        return error
+    enter()
+    count_call(BARRIER)
+    cdef int code = (<barrier_t> address[<int> BARRIER])(comm.handle)
+    leave()
+    return check(frame, BARRIER, code, comm, 0, NO_PEER)
+
+
+HANDLERS = {
+    "gather": capsule(gather),
+    "scatter": capsule(scatter),
+    "allgather": capsule(allgather),
+    "alltoall": capsule(alltoall),
+    "gatherv": capsule(gatherv),
+    "scatterv": capsule(scatterv),
+    "allgatherv": capsule(allgatherv),
+    "alltoallv": capsule(alltoallv),
+    "barrier": capsule(barrier),
+}

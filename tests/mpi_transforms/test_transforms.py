@@ -1,0 +1,292 @@
+"""Every primitive under every transform of JAX: right, or our own sentence.
+
+The table in docs/transforms.md says what each cell does, and each cell is a test. To write it anew:
+`python tests/mpi_transforms/test_transforms.py --write docs/transforms.md`.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mpi_transforms.cases import BY_NAME, CASES, SENTENCES, Case
+from spmd import agree, assert_allclose, ranks
+
+from distsolve import mpi
+
+DOCS = Path(__file__).resolve().parents[2] / "docs/transforms.md"
+REPEATS = 3
+
+
+def mine(arrays: list[np.ndarray]) -> jax.Array:
+    """Give this rank's array."""
+    return jnp.asarray(arrays[ranks().rank])
+
+
+def calls() -> int:
+    """Give the number of MPI calls made so far."""
+    return sum(mpi.call_count().values())
+
+
+def check(function: Callable, arguments: tuple, expected: object, made: int | None = None) -> None:
+    """Run a jitted function, compare all results, and the number of MPI calls it made."""
+    before = calls()
+    results = jax.block_until_ready(jax.jit(function)(*arguments))
+    counted = calls() - before
+    for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        assert_allclose(got, want, rtol=1e-13)
+    agree(made is None or counted == made, f"{counted} MPI calls, expected {made}")
+
+
+def calls_of(case: Case) -> int:
+    """Give how many MPI calls one plain call makes."""
+    before = calls()
+    jax.block_until_ready(jax.jit(case.apply)(mine(case.arrays())))
+    return calls() - before
+
+
+def in_jit(case: Case) -> None:
+    check(case.apply, (mine(case.arrays()),), mine(case.reference(case.arrays())))
+
+
+def in_vmap(case: Case) -> None:
+    samples = [case.arrays(seed) for seed in range(REPEATS)]
+    x = jnp.stack([mine(xs) for xs in samples], axis=1)
+    y = np.stack([mine(case.reference(xs)) for xs in samples])
+    check(jax.vmap(case.apply, in_axes=1), (x,), y, calls_of(case))
+
+
+def weighted(case: Case) -> Callable:
+    """Give a loss whose gradient is the transpose applied to the cotangents."""
+    w = mine(case.cotangents())
+    return lambda x: jnp.sum(w * case.apply(x))
+
+
+def in_grad(case: Case) -> None:
+    expected = mine(case.transposed(case.cotangents()))
+    check(jax.grad(weighted(case)), (mine(case.arrays()),), expected)
+
+
+def in_vjp(case: Case) -> None:
+    def pull(x, ct):
+        y, back = jax.vjp(case.apply, x)
+        return y, back(ct)[0]
+
+    ys, back = case.reference(case.arrays()), case.transposed(case.cotangents())
+    check(pull, (mine(case.arrays()), mine(case.cotangents())), (mine(ys), mine(back)))
+
+
+def in_jvp(case: Case) -> None:
+    x, t = case.arrays(), case.arrays(seed=5)
+    check(
+        lambda x, t: jax.jvp(case.apply, (x,), (t,)),
+        (mine(x), mine(t)),
+        (mine(case.reference(x)), mine(case.reference(t))),
+    )
+
+
+def in_linear_transpose(case: Case) -> None:
+    x = mine(case.arrays())
+    check(
+        lambda ct: jax.linear_transpose(case.apply, x)(ct)[0],
+        (mine(case.cotangents()),),
+        mine(case.transposed(case.cotangents())),
+    )
+
+
+def in_scan(case: Case) -> None:
+    samples = [case.arrays(seed) for seed in range(REPEATS)]
+
+    def body(total, x):
+        y = case.apply(x)
+        return total + jnp.sum(y), y
+
+    ys = np.stack([mine(case.reference(xs)) for xs in samples])
+    check(
+        lambda xs: jax.lax.scan(body, 0.0, xs),
+        (jnp.stack([mine(xs) for xs in samples]),),
+        (np.sum(ys), ys),
+        REPEATS * calls_of(case),
+    )
+
+
+def in_while_body(case: Case) -> None:
+    def body(state):
+        i, x, total = state
+        return i + 1, x + 1.0, total + case.apply(x)
+
+    steps = [case.reference([x + i for x in case.arrays()]) for i in range(REPEATS)]
+    total = sum(mine(ys) for ys in steps)
+    check(
+        lambda x: jax.lax.while_loop(
+            lambda state: state[0] < REPEATS, body, (0, x, jnp.zeros(total.shape))
+        )[2],
+        (mine(case.arrays()),),
+        total,
+        REPEATS * calls_of(case),
+    )
+
+
+def in_while_condition(case: Case) -> None:
+    y = mine(case.reference(case.arrays()))
+
+    def condition(state):
+        i, x = state
+        right = jnp.all(jnp.abs(case.apply(x) - y) < 1e-12)
+        # All ranks leave together, also where the value is wrong on one.
+        return (i < REPEATS) & mpi.allreduce(right, mpi.LAND)
+
+    check(
+        lambda x: jax.lax.while_loop(condition, lambda state: (state[0] + 1, state[1]), (0, x))[0],
+        (mine(case.arrays()),),
+        REPEATS,
+        (REPEATS + 1) * (calls_of(case) + 1),
+    )
+
+
+def in_cond(case: Case) -> None:
+    y = mine(case.reference(case.arrays()))
+
+    def branch(flag, x):
+        return jax.lax.cond(flag, case.apply, lambda x: jnp.full(y.shape, -1.0), x)
+
+    x = mine(case.arrays())
+    check(branch, (jnp.asarray(True), x), y, calls_of(case))
+    check(branch, (jnp.asarray(False), x), np.full(y.shape, -1.0), 0)
+
+
+def in_checkpoint(case: Case) -> None:
+    x, y = mine(case.arrays()), mine(case.reference(case.arrays()))
+    kept = jax.checkpoint(case.apply)
+    check(kept, (x,), y, calls_of(case))
+    if case.refusal("grad"):
+        return
+    before = calls()
+    jax.block_until_ready(jax.jit(jax.value_and_grad(weighted(case)))(x))
+    made = calls() - before
+    w = mine(case.cotangents())
+    check(
+        jax.value_and_grad(lambda x: jnp.sum(w * kept(jnp.sin(x)))),
+        (jnp.arcsin(x / 4.0),),
+        (
+            jnp.sum(w * mine(case.reference([a / 4.0 for a in case.arrays()]))),
+            jnp.sqrt(1.0 - (x / 4.0) ** 2) * mine(case.transposed(case.cotangents())),
+        ),
+        made,
+    )
+
+
+def in_custom_vjp(case: Case) -> None:
+    @jax.custom_vjp
+    def function(x):
+        return case.apply(x)
+
+    function.defvjp(lambda x: (case.apply(x), x), lambda x, ct: (mpi.allreduce(x) * jnp.sum(ct),))
+    like = [case.arrays()[ranks().rank].shape == a.shape for a in case.arrays()]
+    x, y = mine(case.arrays()), mine(case.reference(case.arrays()))
+    check(function, (x,), y, calls_of(case))
+    if all(like):
+        expected = 2.0 * y.size * sum(case.arrays())
+        check(jax.grad(lambda x: 2.0 * jnp.sum(function(x))), (x,), expected, calls_of(case) + 1)
+
+
+def in_custom_jvp(case: Case) -> None:
+    @jax.custom_jvp
+    def function(x):
+        return case.apply(x)
+
+    @function.defjvp
+    def rule(primals, tangents):
+        y = case.apply(*primals)
+        return y, jnp.full(y.shape, jnp.sum(tangents[0]))
+
+    x, y = mine(case.arrays()), mine(case.reference(case.arrays()))
+    check(function, (x,), y, calls_of(case))
+    expected = (y, np.full(y.shape, np.sum(x)))
+    check(lambda x: jax.jvp(function, (x,), (x,)), (x,), expected, calls_of(case))
+    check(jax.grad(lambda x: jnp.sum(function(x))), (x,), np.full(x.shape, float(y.size)))
+
+
+TRANSFORMS: dict[str, Callable[[Case], None]] = {
+    "jit": in_jit,
+    "grad": in_grad,
+    "jvp": in_jvp,
+    "vjp": in_vjp,
+    "linear_transpose": in_linear_transpose,
+    "vmap": in_vmap,
+    "scan": in_scan,
+    "while body": in_while_body,
+    "while condition": in_while_condition,
+    "cond": in_cond,
+    "checkpoint": in_checkpoint,
+    "custom_vjp": in_custom_vjp,
+    "custom_jvp": in_custom_jvp,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("primitive", BY_NAME)
+def test_cell(primitive, transform):
+    case = BY_NAME[primitive]
+    sentence = case.refusal(transform)
+    if sentence is None:
+        TRANSFORMS[transform](case)
+        return
+    before = calls()
+    with pytest.raises(NotImplementedError, match=SENTENCES[sentence][0]):
+        TRANSFORMS[transform](case)
+    agree(calls() == before, "it communicated before it refused")
+
+
+def table() -> str:
+    """Give the page: one row a primitive, one column a transform."""
+    numbers = {sentence: str(i) for i, sentence in enumerate(SENTENCES, 1)}
+    rows = [["", *TRANSFORMS], ["---"] * (1 + len(TRANSFORMS))]
+    for case in CASES:
+        cells = [case.refusal(transform) for transform in TRANSFORMS]
+        rows.append([f"`{case.name}`", *("yes" if c is None else numbers[c] for c in cells)])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    notes = [f"{numbers[name]}. {text}" for name, (_, text) in SENTENCES.items()]
+    return PAGE.format(table="\n".join(lines), notes="\n".join(notes))
+
+
+PAGE = """\
+# Primitives and transforms
+
+Each *yes* is a test: the value is compared with a serial computation over all ranks, a derivative
+with the global linear map. A number stands for an exception that is raised while tracing, on every
+rank and before any communication; its text is below.
+
+{table}
+
+{notes}
+
+A batched call (`vmap`) is one MPI call for the whole batch. `jax.checkpoint` does not repeat an MPI
+call. The value and the tangent of `allreduce`, `reduce`, `scan`, `exscan` and `bcast` travel in one
+message. Integers and booleans have no derivative, as everywhere in JAX.
+
+The results of `allreduce`, `allreduce_symmetric`, `bcast`, `allgather` and `allgatherv` are the same
+on every rank, and so are their cotangents: each rank gets its own share of a gradient. Apply
+`pvary` to a replicated value that enters per-rank work, and `jax.grad` gives the full gradient on
+every rank. `allreduce_symmetric` is differentiated along symmetric or Hermitian matrices.
+
+Written by `python tests/mpi_transforms/test_transforms.py --write docs/transforms.md`.
+"""
+
+
+def test_docs_are_up_to_date():
+    text = DOCS.read_text() if DOCS.exists() else ""
+    assert text == table(), "write it anew: see the first lines of this file"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", type=Path, default=DOCS)
+    parser.parse_args().write.write_text(table())

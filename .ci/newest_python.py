@@ -25,7 +25,9 @@ def candidates() -> list[str]:
     for folder in os.get_exec_path():
         if Path(folder).is_dir():
             found += [
-                str(path) for path in Path(folder).iterdir() if re.fullmatch(r"python3(\.\d+)?", path.name)
+                str(path)
+                for path in Path(folder).iterdir()
+                if re.fullmatch(r"python3(\.\d+)?", path.name)
             ]
     if shutil.which("pyenv"):
         root = subprocess.run(["pyenv", "root"], capture_output=True, text=True, timeout=30)

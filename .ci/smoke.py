@@ -4,12 +4,11 @@ import faulthandler
 import sys
 from pathlib import Path
 
-faulthandler.dump_traceback_later(90, exit=True)
+import jax
+import jax.numpy as jnp
 
 import distsolve
 import distsolve.mpi as mpi
-import jax
-import jax.numpy as jnp
 
 CHECKOUT = Path(sys.argv[1]).resolve()
 
@@ -32,6 +31,7 @@ def solve():
     assert jnp.allclose(x, 1.0, rtol=1e-5), x
 
 
+faulthandler.dump_traceback_later(90, exit=True)
 assert CHECKOUT not in Path(distsolve.__file__).resolve().parents, distsolve.__file__
 reduction()
 solve()

@@ -3,7 +3,7 @@
 Every figure is the median over repeats of the slowest rank's time. In each repeat the contenders
 of a row run one after the other, each in fresh processes, so that noise hits all of them alike.
 
-usage: python benchmarks/compare_primitives.py [--rows 1,5] [--quick] [--json FILE]
+usage: python benchmarks/compare_primitives.py [--rows 1,5] [--quick] [--json FILE] ...
 """
 
 import argparse
@@ -17,7 +17,15 @@ from pathlib import Path
 
 from launch import LaunchError, build, launch, thread_limits, tool
 from machine import OtherLoad, describe
-from report import print_head, print_load, print_row, print_table, ratio_text, seconds_text
+from report import (
+    markdown,
+    print_head,
+    print_load,
+    print_row,
+    print_table,
+    ratio_text,
+    seconds_text,
+)
 
 RANKS = 2
 MIB = 2**20 // 4  # float32 elements
@@ -257,6 +265,7 @@ def main():
     parser.add_argument("--rows", type=selection, default=list(ROWS), help="for example 1,5")
     parser.add_argument("--quick", action="store_true", help="small sizes, one repeat")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
     options = parser.parse_args()
     repeats = 1 if options.quick else 5
     conditions = {"ranks": RANKS, "repeats": repeats, "quick": options.quick}
@@ -277,6 +286,8 @@ def main():
     print_table(table)
     groups = [result for group in samples.values() for result in group.values()]
     print_load([x["other_load"] for result in groups for x in result.get("samples", ())])
+    if options.markdown:
+        options.markdown.write_text(markdown(table))
     if options.json:
         text = json.dumps({**conditions, "rows": table, "samples": samples}, indent=1)
         options.json.write_text(text + "\n")

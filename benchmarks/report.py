@@ -62,6 +62,25 @@ def print_table(table):
             )
 
 
+def markdown(table):
+    """The figures and targets as a Markdown table, for docs/performance.md."""
+    lines = [
+        "| row | measured | target | ratio or excess | reached |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for entry in table:
+        figures = "<br>".join(
+            f"{name}: {figure_text(entry['figure'], value)}"
+            for name, value in entry["medians"].items()
+        )
+        columns = (
+            "<br>".join(target[key] for target in entry["targets"])
+            for key in ("target", "value", "reached")
+        )
+        lines.append(f"| {entry['row']}. {entry['title']} | {figures} | {' | '.join(columns)} |")
+    return "\n".join(lines) + "\n"
+
+
 def print_load(shares):
     """How much of the machine went elsewhere: figures from a busy machine compare nothing."""
     if not shares:

@@ -179,10 +179,13 @@ def main(arguments: list[str] | None = None) -> None:
     molecule = load(options)
 
     parameter_key, walker_key = jax.random.split(jax.random.key(options.seed))
-    theta, unravel = ravel_pytree(initial_parameters(parameter_key, molecule))
+    parameters = jax.jit(initial_parameters, static_argnums=1)(parameter_key, molecule)
+    theta, unravel = ravel_pytree(parameters)
     physics = {"log_psi": lambda theta, x: log_psi(unravel(theta), x, molecule)}
     physics["molecule"] = molecule
-    walkers = initial_walkers(walker_key, molecule, share(options.walkers, mpi.rank(), mpi.size()))
+    walkers = jax.jit(initial_walkers, static_argnums=(1, 2))(
+        walker_key, molecule, share(options.walkers, mpi.rank(), mpi.size())
+    )
     state = jax.jit(partial(optimizer.start, **physics))(theta, walkers)
     improve = jax.jit(partial(optimizer.improve, **physics), donate_argnums=0)
     extend = jax.jit(partial(estimate.extend, **physics, n_measurements=MEASUREMENTS))

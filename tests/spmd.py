@@ -261,11 +261,14 @@ def share_outcome(report: pytest.TestReport) -> None:
     outcomes = [outcome for outcome, _ in rows]
     if "failed" not in outcomes and len(set(outcomes)) == 1:
         return
-    texts = [f"failed on rank {rank}: {text}" for rank, (_, text) in enumerate(rows) if text]
-    if not texts:
-        texts = [f"the ranks disagree: {dict(enumerate(outcomes))}"]
+    texts = {rank: text for rank, (_, text) in enumerate(rows) if text is not None}
     if report.failed:
-        others = [text for text in texts if not text.startswith(f"failed on rank {ranks().rank}:")]
-        report.sections += [("another rank", text) for text in others]
-    else:
-        report.outcome, report.longrepr = "failed", "\n\n".join(texts)
+        for rank, theirs in texts.items():
+            if rank != ranks().rank:
+                theirs = "with the same text" if theirs == text else theirs
+                report.sections.append((f"failed on rank {rank}", theirs))
+        return
+    report.outcome = "failed"
+    report.longrepr = f"the ranks disagree: {dict(enumerate(outcomes))}"
+    for rank, theirs in texts.items():
+        report.longrepr += f"\n\nfailed on rank {rank}: {theirs}"

@@ -24,7 +24,7 @@ def as_vector(b):
 
 
 def like_b(x, b, name):
-    """Return ``x`` with arrays as leaves; raise unless it has the structure of ``b``, shapes too."""
+    """Return ``x`` with arrays as leaves; raise unless it is a vector like ``b``."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if _dtype(leaf) is None:
             raise TypeError(f"`{name}`{where(path)} must be an array: got {type(leaf).__name__}.")
@@ -55,12 +55,14 @@ def require_same(out, b, name, remedy):
 
 def tolerance(value, name, dtype):
     """Return a tolerance as a scalar of ``dtype``; raise if it is known to be negative."""
-    if isinstance(value, (bool, np.bool_)) or _dtype(value) is None or np.shape(value) != ():
-        raise TypeError(f"`{name}` must be a real number: got {value!r}. Pass a float such as 1e-5.")
-    if not jnp.issubdtype(_dtype(value), jnp.floating) and not jnp.issubdtype(
-        _dtype(value), jnp.integer
-    ):
-        raise TypeError(f"`{name}` must be a real number: got {_dtype(value)}. Pass a float.")
+    found = None if isinstance(value, (bool, np.bool_)) else _dtype(value)
+    real = found is not None and (
+        jnp.issubdtype(found, jnp.floating) or jnp.issubdtype(found, jnp.integer)
+    )
+    if not real or np.shape(value) != ():
+        raise TypeError(
+            f"`{name}` must be one real number: got {value!r}. Pass a float such as 1e-5."
+        )
     if not isinstance(value, jax.core.Tracer) and not value >= 0:
         raise ValueError(f"`{name}` must be at least 0: got {value}. 0 turns this criterion off.")
     return jnp.asarray(value).astype(dtype)
@@ -77,7 +79,7 @@ def step_limit(value, size):
     if isinstance(value, jax.core.Tracer):
         return value.astype(jnp.int32)
     if value < 0:
-        raise ValueError(f"`maxiter` must be at least 0: got {value}. None means 10 times the size.")
+        raise ValueError(f"`maxiter` must be at least 0: got {value}. None is 10 times the size.")
     return jnp.asarray(min(int(value), largest), jnp.int32)
 
 

@@ -89,9 +89,8 @@ def drive(method, A, b, x0, *, tol, atol, maxiter, M, space):
     A_program, A_consts = _trace("A", A, b)
     M_program, M_consts = (None, []) if M is None else _trace("M", M, b)
     values = A_consts, M_consts, b, x0, stop
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
-        return _solve(method, space, A_program, M_program, *values)
-    return _compiled(method, space, A_program, M_program)(*values)
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+    return _compiled(method, space, A_program, M_program, traced)(*values)
 
 
 def _trace(name, operator, b):
@@ -106,18 +105,19 @@ _programs_lock = threading.Lock()
 _PROGRAMS_KEPT = 32
 
 
-def _compiled(method, space, A, M):
+def _compiled(method, space, A, M, traced):
     """Return the jitted solve, the same one for programs that are equal."""
-    solve = functools.partial(_solve, method, space, A, M)
-    if A.key is None or (M is not None and M.key is None):
-        return jax.jit(solve)
-    key = method.name, space, A.out_tree, A.key, M and M.key
+    solve = jax.jit(functools.partial(_solve, method, space, A, M))
+    try:
+        key = method.name, space, A.key(traced), M and M.key(traced)
+    except operators.Incomparable:
+        return solve
     with _programs_lock:
-        compiled = _programs.pop(key, None) or jax.jit(solve)
-        _programs[key] = compiled
+        solve = _programs.pop(key, solve)
+        _programs[key] = solve
         if len(_programs) > _PROGRAMS_KEPT:
             _programs.popitem(last=False)
-    return compiled
+    return solve
 
 
 def _solve(method, space, A, M, *values):
@@ -130,7 +130,7 @@ def _solve(method, space, A, M, *values):
 
     @functools.partial(solve.defjvp, symbolic_zeros=True)
     def _(primals, tangents):
-        A_consts, M_consts, b, _, stop = primals
+        A_consts, M_consts, _, _, stop = primals
         t_A_consts, _, t_b, _, _ = tangents
         x, info = solve(*primals)
         # A x = b  =>  A x' = b' - A' x: one more solve. The preconditioner, the start and the

@@ -44,16 +44,24 @@ def _matrix(A, name, b):
     return lambda p: jax.numpy.matmul(A, p, precision=jax.lax.Precision.HIGHEST)
 
 
-class Program:
-    """A traced function of ``(consts, p)``; equal programs compute the same from the same values.
+class Incomparable(Exception):  # noqa: N818 - no fault: such a program is compiled anew
+    """A program holds something whose equality with another cannot be told."""
 
-    ``key`` is a hashable description of the program, or None where it contains something whose
-    equality cannot be told (a Python callback, say).
-    """
+
+class Program:
+    """A traced function of ``(consts, p)``."""
 
     def __init__(self, jaxpr, out_tree):
         self.jaxpr, self.out_tree = jaxpr, out_tree
-        self.key = _describe(jaxpr)
+
+    def key(self, differentiable):
+        """Return a hashable description: programs with equal ones compute the same.
+
+        Custom derivative rules are functions made anew by each trace. Where the program may be
+        differentiated they count, and a program with such a rule raises `Incomparable`, as does one
+        with a Python callback.
+        """
+        return self.out_tree, _describe_jaxpr(self.jaxpr, differentiable)
 
     def __call__(self, consts, p):
         out = jax.core.eval_jaxpr(self.jaxpr, consts, *jax.tree.leaves(p))
@@ -84,7 +92,7 @@ def _is_nested_jit(eqn):
 
 
 def _nested_consts(jaxpr):
-    """Whether a nested jitted function holds arrays, which would otherwise pass for program text."""
+    """Whether a nested jitted function holds arrays, which would pass for program text."""
     nested = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if _is_nested_jit(eqn)]
     return any(closed.consts or _nested_consts(closed.jaxpr) for closed in nested)
 
@@ -110,23 +118,12 @@ def _open_nested(jaxpr, consts, args):
     return [read(atom) for atom in jaxpr.outvars]
 
 
-class _Opaque(Exception):
-    """Something whose equality with another of its kind cannot be told."""
-
-
-def _describe(jaxpr):
-    try:
-        return _describe_jaxpr(jaxpr)
-    except _Opaque:
-        return None
-
-
-def _describe_jaxpr(jaxpr):
+def _describe_jaxpr(jaxpr, differentiable):
     numbers = {}
 
     def name(atom):
         if isinstance(atom, core.Literal):
-            return ("literal", str(atom.aval), _describe_value(np.asarray(atom.val)))
+            return str(atom.aval), _describe_value(np.asarray(atom.val), differentiable)
         return numbers.setdefault(atom, len(numbers)), str(atom.aval)
 
     inputs = tuple(name(v) for v in (*jaxpr.constvars, *jaxpr.invars))
@@ -135,40 +132,38 @@ def _describe_jaxpr(jaxpr):
             eqn.primitive,
             tuple(name(v) for v in eqn.invars),
             tuple(name(v) for v in eqn.outvars),
-            _describe_params(eqn),
+            _describe_params(eqn, differentiable),
         )
         for eqn in jaxpr.eqns
     )
     return inputs, equations, tuple(name(v) for v in jaxpr.outvars)
 
 
-def _describe_params(eqn):
+def _describe_params(eqn, differentiable):
     params = eqn.params
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        # Compiled programs are kept for concrete values only, which nobody differentiates: the
-        # derivative rules, functions made anew by each trace, play no part.
+    if not differentiable and eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         params = {k: v for k, v in params.items() if k in ("call_jaxpr", "num_consts")}
-    return tuple((key, _describe_value(params[key])) for key in sorted(params))
+    return tuple((key, _describe_value(params[key], differentiable)) for key in sorted(params))
 
 
-def _describe_value(value):
+def _describe_value(value, differentiable):
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        consts = tuple(_describe_value(c) for c in getattr(value, "consts", ()))
-        return _describe_jaxpr(getattr(value, "jaxpr", value)), consts
+        inner = _describe_jaxpr(getattr(value, "jaxpr", value), differentiable)
+        return inner, _describe_value(tuple(getattr(value, "consts", ())), differentiable)
     if isinstance(value, (tuple, list)):
-        return type(value), tuple(_describe_value(v) for v in value)
+        return type(value), tuple(_describe_value(v, differentiable) for v in value)
     if isinstance(value, dict):
-        return tuple((k, _describe_value(value[k])) for k in sorted(value))
-    if isinstance(value, (np.ndarray, np.generic)) and value.size <= 64:
+        return tuple((k, _describe_value(value[k], differentiable)) for k in sorted(value))
+    if isinstance(value, (np.ndarray, np.generic)) and value.size <= _SMALL:
         return value.dtype, value.shape, value.tobytes()
     if value is None or isinstance(value, (type, enum.Enum, core.Primitive)):
         return value
-    if type(value).__hash__ is object.__hash__ and not getattr(value, "__dict__", None):
-        return type(value) if not callable(value) else _opaque()
-    if type(value).__hash__ in (None, object.__hash__) or isinstance(value, jax.Array):
-        raise _Opaque
+    by_identity = type(value).__hash__ is object.__hash__
+    if by_identity and not callable(value) and not getattr(value, "__dict__", None):
+        return type(value)  # a marker without state, such as an unspecified sharding
+    if by_identity or type(value).__hash__ is None:
+        raise Incomparable
     return type(value), value
 
 
-def _opaque():
-    raise _Opaque
+_SMALL = 64  # entries of an array that may stand for itself in a description

@@ -5,6 +5,18 @@ Importing this module neither initialises MPI nor creates a JAX backend; the fir
 
 from distsolve.mpi.comm import ANY_SOURCE, ANY_TAG, PROC_NULL, set_chunk_bytes
 from distsolve.mpi.inspect import assert_in_place, call_count
+from distsolve.mpi.messages import Status, recv, send, sendrecv
+from distsolve.mpi.movement import (
+    allgather,
+    allgatherv,
+    alltoall,
+    alltoallv,
+    barrier,
+    gather,
+    gatherv,
+    scatter,
+    scatterv,
+)
 from distsolve.mpi.operations import (
     BAND,
     BOR,
@@ -19,29 +31,16 @@ from distsolve.mpi.operations import (
     Op,
 )
 from distsolve.mpi.ops import (
-    Status,
-    allgather,
-    allgatherv,
     allreduce,
     allreduce_symmetric,
-    alltoall,
-    alltoallv,
-    barrier,
     bcast,
     exscan,
-    gather,
-    gatherv,
     prepare,
     pvary,
     rank,
-    recv,
     reduce,
     reduce_scatter,
     scan,
-    scatter,
-    scatterv,
-    send,
-    sendrecv,
     size,
 )
 

@@ -22,16 +22,20 @@ def encode(x: Any, call: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Arra
         impl = jax.random.key_impl(x)
         return jax.random.key_data(x), lambda y: jax.random.wrap_key_data(y, impl=impl)
     try:
-        bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else (
-            jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8
+        bits = (
+            jnp.finfo(x.dtype).bits
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else (jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8)
         )
     except ValueError:
         bits = 8
     if bits >= 8:
         return x, lambda y: y
     dtype = x.dtype
-    wider = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else (
-        jnp.uint8 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int8
+    wider = (
+        jnp.float32
+        if jnp.issubdtype(dtype, jnp.floating)
+        else (jnp.uint8 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int8)
     )
     return x.astype(wider), lambda y: y.astype(dtype)
 

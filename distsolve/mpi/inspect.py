@@ -54,7 +54,8 @@ def assert_in_place(
     raise AssertionError(
         f"{getattr(fn, '__name__', 'fn')} is not in place: {extra} bytes beyond the {donated} "
         f"donated bytes ({copied} of them were not reused for a result, and there are "
-        f"{stats.temp_size_in_bytes} bytes of temporaries). {_likely_reason(lowered, args, numbers)}"
+        f"{stats.temp_size_in_bytes} bytes of temporaries). "
+        f"{_likely_reason(lowered, args, numbers)}"
     )
 
 

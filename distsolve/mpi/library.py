@@ -93,9 +93,7 @@ def _bind_serial() -> Library:
         serialize=False,
         **{f"status_{field}": value for field, value in serial.STATUS_LAYOUT.items()},
     )
-    return Library(
-        None, serial.VERSION, serial.ANY_SOURCE, serial.ANY_TAG, serial.PROC_NULL, {}
-    )
+    return Library(None, serial.VERSION, serial.ANY_SOURCE, serial.ANY_TAG, serial.PROC_NULL, {})
 
 
 def _bind_mpi() -> Library:
@@ -120,9 +118,7 @@ def _bind_mpi() -> Library:
         proc_null=MPI.PROC_NULL,
         any_tag=MPI.ANY_TAG,
         handle_size=MPI._sizeof(MPI.Datatype),
-        dtypes={
-            number: handle(getattr(MPI, name)) for number, name in DTYPES.values() if name
-        },
+        dtypes={number: handle(getattr(MPI, name)) for number, name in DTYPES.values() if name},
         ops={int(op): handle(getattr(MPI, op.name)) for op in Op},
         identities_of=identities(),
         serialize=level == _SERIALIZED,

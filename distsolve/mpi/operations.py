@@ -84,15 +84,18 @@ def check_op(op: Op, dtype: np.dtype, call: str) -> None:
         )
     kind = _kind(dtype)
     if op not in _ALLOWED[kind]:
-        raise TypeError(f"`op` of {call} is {op}, which does not fit dtype {dtype}: "
-                        f"{_REMEDY[kind]}.")
+        raise TypeError(
+            f"`op` of {call} is {op}, which does not fit dtype {dtype}: {_REMEDY[kind]}."
+        )
 
 
 def identity(op: Op, dtype: np.dtype) -> bytes:
     """The element that leaves the others as they are, as it lies in memory."""
     is_float = _kind(dtype) == "floating"
-    info = None if dtype == np.bool_ or _kind(dtype) == "complex" else (
-        jnp.finfo(dtype) if is_float else jnp.iinfo(dtype)
+    info = (
+        None
+        if dtype == np.bool_ or _kind(dtype) == "complex"
+        else (jnp.finfo(dtype) if is_float else jnp.iinfo(dtype))
     )
     if op == MIN:
         value = np.inf if is_float else info.max

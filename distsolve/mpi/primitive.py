@@ -174,12 +174,15 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _transpose(made: MPIPrimitive, cotangents: Sequence, *operands: Any, ordered: bool, **params):
-    if made.spec.transpose is None:
-        raise NotImplementedError(made.spec.derivative(params) or _no_transpose(made.spec.name))
+    reason = made.spec.derivative(params)
+    if reason is not None or made.spec.transpose is None:
+        raise NotImplementedError(reason or _no_transpose(made.spec.name))
     avals = [x.aval if is_undefined_primal(x) else jax.typeof(x) for x in operands]
     if all(type(ct) is Zero for ct in cotangents):
-        return [Zero(a.to_ct_aval()) if is_undefined_primal(x) else None
-                for x, a in zip(operands, avals, strict=True)]
+        return [
+            Zero(a.to_ct_aval()) if is_undefined_primal(x) else None
+            for x, a in zip(operands, avals, strict=True)
+        ]
     made_cotangents = made.spec.transpose(
         [instantiate_zero(ct) for ct in cotangents], avals, params
     )

@@ -1,21 +1,24 @@
-"""Batching and transposition rules, shared by the rows of the table in ``ops.py``."""
+"""Shapes, aliases, batching and reasons, shared by the rows of ``table.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distsolve.mpi._jaxcompat import ShapedArray, batching
+from distsolve.mpi.comm import of_id
+from distsolve.mpi.operations import SUM, Op
 
+Avals = Sequence[ShapedArray]
 Batched = tuple[list[Any], list[Any]]
 
 
 def _size(operands: Sequence, dims: Sequence) -> int:
-    return next(
-        x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
-    )
+    return next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
 
 
 def each_apart(bind: Callable, operands: Sequence, dims: Sequence, params: dict) -> Batched:
@@ -39,6 +42,89 @@ def behind_ranks(axis_in: int, axis_out: int) -> Callable[..., Batched]:
         return bind(jnp.moveaxis(x, dim, axis_in), **params), [axis_out]
 
     return batch
+
+
+def batch_rooted(root_in: int, root_out: int) -> Callable[..., Batched]:
+    """Where only the root's array has the axis of ranks, only its batch axis goes behind it."""
+    at_root = behind_ranks(root_in, root_out)
+    elsewhere = behind_ranks(0, 0)
+
+    def batch(bind: Callable, xs: Sequence, dims: Sequence, params: dict) -> Batched:
+        return (at_root if is_root(params) else elsewhere)(bind, xs, dims, params)
+
+    return batch
+
+
+def same_shapes(avals: Avals, params: dict) -> list[ShapedArray]:
+    return [ShapedArray(a.shape, a.dtype) for a in avals]
+
+
+def in_place(avals_in: Avals, avals_out: Avals, params: dict) -> dict[int, int]:
+    """Every result lies where its operand lay."""
+    return {i: i for i in range(len(avals_out))}
+
+
+def given_back(avals_in: Avals, avals_out: Avals, params: dict) -> dict[int, int]:
+    """On ranks that are not the root the operand comes back as the result."""
+    return {} if is_root(params) else {0: 0}
+
+
+def template_in_place(avals_in: Avals, avals_out: Avals, params: dict) -> dict[int, int]:
+    """A message is received into its template, the last operand."""
+    return {len(avals_in) - 1: 0}
+
+
+def linear_in(call: str, instead: str) -> Callable[[dict], str | None]:
+    """The reason why an operation other than SUM has no derivative."""
+
+    def reason(params: dict) -> str | None:
+        if params["op"] == SUM:
+            return None
+        return f"{call} with op={Op(params['op'])} has no derivative, only op=SUM has: {instead}."
+
+    return reason
+
+
+STOP_GRADIENT = "wrap the argument in `jax.lax.stop_gradient` if it must not contribute"
+
+
+def is_root(params: dict) -> bool:
+    return of_id(params["comm"]).rank == params["root"]
+
+
+def rooted_shapes(axis_at_root: Callable[[tuple, int], tuple]) -> Callable[..., list[ShapedArray]]:
+    """Results that differ at the root; the others get their operand back."""
+
+    def outputs(avals: Avals, params: dict) -> list[ShapedArray]:
+        (x,) = avals
+        if not is_root(params):
+            return [ShapedArray(x.shape, x.dtype)]
+        return [ShapedArray(axis_at_root(x.shape, of_id(params["comm"]).size), x.dtype)]
+
+    return outputs
+
+
+def leading_rows(counts: Callable[[dict], int]) -> Callable[..., list[ShapedArray]]:
+    return lambda avals, params: [
+        ShapedArray((counts(params), *avals[0].shape[1:]), avals[0].dtype)
+    ]
+
+
+def my_rows(params: dict) -> int:
+    return params["counts"][of_id(params["comm"]).rank]
+
+
+def message_and_status(avals: Avals, params: dict) -> list[ShapedArray]:
+    """The received array, and (source, tag, count)."""
+    integer = np.int64 if jax.config.jax_enable_x64 else np.int32
+    return [ShapedArray(avals[-1].shape, avals[-1].dtype), ShapedArray((3,), np.dtype(integer))]
+
+
+def no_derivative(call: str) -> Callable[[dict], str]:
+    return lambda params: (
+        f"{call} has no derivative, because one rank alone cannot reverse a message: use "
+        "`sendrecv`, which has one."
+    )
 
 
 def zeros_like(aval: ShapedArray) -> Any:

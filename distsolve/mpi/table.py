@@ -2,73 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from distsolve.mpi import rules
 from distsolve.mpi._jaxcompat import Primitive, ShapedArray, ad, batching, mlir
 from distsolve.mpi.comm import of_id
 from distsolve.mpi.native.abi import ANY_SOURCE, ANY_TAG
-from distsolve.mpi.operations import SUM, Op
+from distsolve.mpi.operations import SUM
 from distsolve.mpi.primitive import OpSpec, make_primitive
-
-Avals = Sequence[ShapedArray]
-
-
-def _same(avals: Avals, params: dict) -> list[ShapedArray]:
-    return [ShapedArray(a.shape, a.dtype) for a in avals]
-
-
-def _in_place(avals_in: Avals, avals_out: Avals, params: dict) -> dict[int, int]:
-    """Every result lies where its operand lay."""
-    return {i: i for i in range(len(avals_out))}
-
-
-def _given_back(avals_in: Avals, avals_out: Avals, params: dict) -> dict[int, int]:
-    """On ranks that are not the root the operand comes back as the result."""
-    return {} if _is_root(params) else {0: 0}
-
-
-def _template_in_place(avals_in: Avals, avals_out: Avals, params: dict) -> dict[int, int]:
-    """A message is received into its template, the last operand."""
-    return {len(avals_in) - 1: 0}
-
-
-def _linear_in(call: str, instead: str) -> Callable[[dict], str | None]:
-    """The reason why an operation other than SUM has no derivative."""
-
-    def reason(params: dict) -> str | None:
-        if params["op"] == SUM:
-            return None
-        return f"{call} with op={Op(params['op'])} has no derivative, only op=SUM has: {instead}."
-
-    return reason
-
-
-_STOP = "wrap the argument in `jax.lax.stop_gradient` if it must not contribute"
-
-
-def _is_root(params: dict) -> bool:
-    return of_id(params["comm"]).rank == params["root"]
-
 
 # ---- pvary: the identity on a replicated value that enters per-rank work (design D6) ----
 
 pvary_p = Primitive("mpi_pvary")
 pvary_p.multiple_results = True
 pvary_p.def_impl(lambda *xs, comm: list(xs))
-pvary_p.def_abstract_eval(lambda *avals, comm: _same(avals, {}))
+pvary_p.def_abstract_eval(lambda *avals, comm: rules.same_shapes(avals, {}))
 mlir.register_lowering(pvary_p, lambda ctx, *xs, comm: list(xs))
 batching.primitive_batchers[pvary_p] = lambda xs, dims, *, comm: (
-    pvary_p.bind(*xs, comm=comm), list(dims)
+    pvary_p.bind(*xs, comm=comm),
+    list(dims),
 )
-ad.deflinear2(pvary_p, lambda cts, *xs, comm: allreduce(
-    *(ad.instantiate_zeros(ct) for ct in cts), comm=comm, op=int(SUM), chunk=0
-))
+ad.deflinear2(
+    pvary_p,
+    lambda cts, *xs, comm: allreduce(
+        *(ad.instantiate_zeros(ct) for ct in cts), comm=comm, op=int(SUM), chunk=0
+    ),
+)
 
 
 def _pvary(x: Any, params: dict) -> Any:
@@ -77,215 +39,256 @@ def _pvary(x: Any, params: dict) -> Any:
 
 # ---- reductions ----
 
-def _allreduce_transpose(cts: list, avals: Avals, params: dict) -> list:
+
+def _allreduce_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
     # The result is replicated, so its cotangent is: identity, whose transpose is an allreduce.
     return pvary_p.bind(*cts, comm=params["comm"])
 
 
-def _reduce_transpose(cts: list, avals: Avals, params: dict) -> list:
+def _reduce_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
     # y_root = sum_r x_r and y_r = x_r elsewhere  =>  x'_r = y'_root + [r != root] y'_r.
     shared = bcast(*cts, comm=params["comm"], chunk=params["chunk"], root=params["root"])
     return [
-        _pvary(s, params) + rules.on_rank(not _is_root(params), ct)
+        _pvary(s, params) + rules.on_rank(not rules.is_root(params), ct)
         for s, ct in zip(shared, cts, strict=True)
     ]
 
 
-def _reduce_scatter_transpose(cts: list, avals: Avals, params: dict) -> list:
+def _reduce_scatter_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
     # y_r = sum_k x_k[r]  =>  x'_k[r] = y'_r.
     return [_pvary(allgather(*cts, comm=params["comm"])[0], params)]
 
 
-allreduce = make_primitive(OpSpec(
-    name="allreduce", attributes=("chunk", "comm", "op"), outputs=_same, aliases=_in_place,
-    batch=rules.each_apart, joint=True, transpose=_allreduce_transpose,
-    derivative=_linear_in("allreduce", _STOP),
-))
+allreduce = make_primitive(
+    OpSpec(
+        name="allreduce",
+        attributes=("chunk", "comm", "op"),
+        outputs=rules.same_shapes,
+        aliases=rules.in_place,
+        batch=rules.each_apart,
+        joint=True,
+        transpose=_allreduce_transpose,
+        derivative=rules.linear_in("allreduce", rules.STOP_GRADIENT),
+    )
+)
 
-reduce = make_primitive(OpSpec(
-    name="reduce", attributes=("chunk", "comm", "op", "root"), outputs=_same, aliases=_in_place,
-    batch=rules.each_apart, joint=True, transpose=_reduce_transpose,
-    derivative=_linear_in("reduce", _STOP),
-))
+reduce = make_primitive(
+    OpSpec(
+        name="reduce",
+        attributes=("chunk", "comm", "op", "root"),
+        outputs=rules.same_shapes,
+        aliases=rules.in_place,
+        batch=rules.each_apart,
+        joint=True,
+        transpose=_reduce_transpose,
+        derivative=rules.linear_in("reduce", rules.STOP_GRADIENT),
+    )
+)
 
-scan = make_primitive(OpSpec(
-    name="scan", attributes=("chunk", "comm", "op"), outputs=_same, aliases=_in_place,
-    batch=rules.each_apart, joint=True, derivative=_linear_in("scan", _STOP),
-))
+scan = make_primitive(
+    OpSpec(
+        name="scan",
+        attributes=("chunk", "comm", "op"),
+        outputs=rules.same_shapes,
+        aliases=rules.in_place,
+        batch=rules.each_apart,
+        joint=True,
+        derivative=rules.linear_in("scan", rules.STOP_GRADIENT),
+    )
+)
 
-exscan = make_primitive(OpSpec(
-    name="exscan", attributes=("chunk", "comm", "op"), outputs=_same, aliases=_in_place,
-    batch=rules.each_apart, joint=True, derivative=_linear_in("exscan", _STOP),
-))
+exscan = make_primitive(
+    OpSpec(
+        name="exscan",
+        attributes=("chunk", "comm", "op"),
+        outputs=rules.same_shapes,
+        aliases=rules.in_place,
+        batch=rules.each_apart,
+        joint=True,
+        derivative=rules.linear_in("exscan", rules.STOP_GRADIENT),
+    )
+)
 
-allreduce_symmetric = make_primitive(OpSpec(
-    name="allreduce_symmetric", attributes=("chunk", "comm", "op"), outputs=_same,
-    aliases=_in_place, batch=lambda bind, xs, dims, params: (
-        bind(*(jnp.moveaxis(x, d, 0) for x, d in zip(xs, dims, strict=True)), **params), [0]
-    ),
-    transpose=_allreduce_transpose,
-))
+allreduce_symmetric = make_primitive(
+    OpSpec(
+        name="allreduce_symmetric",
+        attributes=("chunk", "comm", "op"),
+        outputs=rules.same_shapes,
+        aliases=rules.in_place,
+        batch=lambda bind, xs, dims, params: (
+            bind(*(jnp.moveaxis(x, d, 0) for x, d in zip(xs, dims, strict=True)), **params),
+            [0],
+        ),
+        transpose=_allreduce_transpose,
+    )
+)
 
-reduce_scatter = make_primitive(OpSpec(
-    name="reduce_scatter", attributes=("chunk", "comm", "op"),
-    outputs=lambda avals, params: [ShapedArray(avals[0].shape[1:], avals[0].dtype)],
-    batch=rules.behind_ranks(1, 0), transpose=_reduce_scatter_transpose,
-    derivative=_linear_in("reduce_scatter", _STOP),
-))
+reduce_scatter = make_primitive(
+    OpSpec(
+        name="reduce_scatter",
+        attributes=("chunk", "comm", "op"),
+        outputs=lambda avals, params: [ShapedArray(avals[0].shape[1:], avals[0].dtype)],
+        batch=rules.behind_ranks(1, 0),
+        transpose=_reduce_scatter_transpose,
+        derivative=rules.linear_in("reduce_scatter", rules.STOP_GRADIENT),
+    )
+)
 
 
 # ---- broadcast and data movement in equal blocks ----
 
-def _bcast_transpose(cts: list, avals: Avals, params: dict) -> list:
+
+def _bcast_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
     # The result is replicated, so its cotangent is; it belongs to the root's operand alone.
     varied = pvary_p.bind(*cts, comm=params["comm"])
-    return [rules.on_rank(_is_root(params), ct) for ct in varied]
+    return [rules.on_rank(rules.is_root(params), ct) for ct in varied]
 
 
-bcast = make_primitive(OpSpec(
-    name="bcast", attributes=("chunk", "comm", "root"), outputs=_same, aliases=_in_place,
-    batch=rules.each_apart, joint=True, transpose=_bcast_transpose,
-))
+bcast = make_primitive(
+    OpSpec(
+        name="bcast",
+        attributes=("chunk", "comm", "root"),
+        outputs=rules.same_shapes,
+        aliases=rules.in_place,
+        batch=rules.each_apart,
+        joint=True,
+        transpose=_bcast_transpose,
+    )
+)
 
 
-def _rooted(axis_at_root: Callable[[tuple, int], tuple]) -> Callable[..., list[ShapedArray]]:
-    """Results that differ at the root; the others get their operand back."""
-
-    def outputs(avals: Avals, params: dict) -> list[ShapedArray]:
-        (x,) = avals
-        if not _is_root(params):
-            return [ShapedArray(x.shape, x.dtype)]
-        return [ShapedArray(axis_at_root(x.shape, of_id(params["comm"]).size), x.dtype)]
-
-    return outputs
-
-
-def _gather_transpose(cts: list, avals: Avals, params: dict) -> list:
+def _gather_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
     # y_root = stack_r x_r and y_r = x_r elsewhere  =>  x'_r = y'_root[r] + [r != root] y'_r.
     (back,) = scatter(*cts, comm=params["comm"], root=params["root"])
-    return [back if _is_root(params) else back + cts[0]]
+    return [back if rules.is_root(params) else back + cts[0]]
 
 
-def _scatter_transpose(cts: list, avals: Avals, params: dict) -> list:
+def _scatter_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
     # y_r = x_root[r]: the templates of the other ranks have no influence.
     (back,) = gather(*cts, comm=params["comm"], root=params["root"])
-    return [rules.on_rank(_is_root(params), back)]
+    return [rules.on_rank(rules.is_root(params), back)]
 
 
-def _batch_rooted(root_in: int, root_out: int) -> Callable[..., rules.Batched]:
-    """Where only the root's array has the axis of ranks, only its batch axis goes behind it."""
-    at_root = rules.behind_ranks(root_in, root_out)
-    elsewhere = rules.behind_ranks(0, 0)
+gather = make_primitive(
+    OpSpec(
+        name="gather",
+        attributes=("comm", "root"),
+        aliases=rules.given_back,
+        outputs=rules.rooted_shapes(lambda shape, size: (size, *shape)),
+        batch=rules.batch_rooted(0, 1),
+        transpose=_gather_transpose,
+    )
+)
 
-    def batch(bind: Callable, xs: Sequence, dims: Sequence, params: dict) -> rules.Batched:
-        return (at_root if _is_root(params) else elsewhere)(bind, xs, dims, params)
-
-    return batch
-
-
-gather = make_primitive(OpSpec(
-    name="gather", attributes=("comm", "root"), aliases=_given_back,
-    outputs=_rooted(lambda shape, size: (size, *shape)),
-    batch=_batch_rooted(0, 1), transpose=_gather_transpose,
-))
-
-scatter = make_primitive(OpSpec(
-    name="scatter", attributes=("comm", "root"), outputs=_rooted(lambda shape, size: shape[1:]),
-    batch=_batch_rooted(1, 0), transpose=_scatter_transpose,
-))
+scatter = make_primitive(
+    OpSpec(
+        name="scatter",
+        attributes=("comm", "root"),
+        outputs=rules.rooted_shapes(lambda shape, size: shape[1:]),
+        batch=rules.batch_rooted(1, 0),
+        transpose=_scatter_transpose,
+    )
+)
 
 
-def _allgather_transpose(cts: list, avals: Avals, params: dict) -> list:
+def _allgather_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
     # The result is replicated, so its cotangent is: this rank's block of it.
     return [_pvary(cts[0], params)[of_id(params["comm"]).rank]]
 
 
-allgather = make_primitive(OpSpec(
-    name="allgather", attributes=("comm",),
-    outputs=lambda avals, params: [
-        ShapedArray((of_id(params["comm"]).size, *avals[0].shape), avals[0].dtype)
-    ],
-    batch=rules.behind_ranks(0, 1), transpose=_allgather_transpose,
-))
+allgather = make_primitive(
+    OpSpec(
+        name="allgather",
+        attributes=("comm",),
+        outputs=lambda avals, params: [
+            ShapedArray((of_id(params["comm"]).size, *avals[0].shape), avals[0].dtype)
+        ],
+        batch=rules.behind_ranks(0, 1),
+        transpose=_allgather_transpose,
+    )
+)
 
-alltoall = make_primitive(OpSpec(
-    name="alltoall", attributes=("comm",), outputs=_same, batch=rules.behind_ranks(1, 1),
-    transpose=lambda cts, avals, params: alltoall(*cts, **params),
-))
+alltoall = make_primitive(
+    OpSpec(
+        name="alltoall",
+        attributes=("comm",),
+        outputs=rules.same_shapes,
+        batch=rules.behind_ranks(1, 1),
+        transpose=lambda cts, avals, params: alltoall(*cts, **params),
+    )
+)
 
 
 # ---- data movement in uneven blocks ----
 
-def _rows(counts: Callable[[dict], int]) -> Callable[..., list[ShapedArray]]:
-    return lambda avals, params: [
-        ShapedArray((counts(params), *avals[0].shape[1:]), avals[0].dtype)
-    ]
 
-
-def _my_rows(params: dict) -> int:
-    return params["counts"][of_id(params["comm"]).rank]
-
-
-def _gatherv_transpose(cts: list, avals: Avals, params: dict) -> list:
-    template = cts[0] if _is_root(params) else rules.zeros_like(avals[0])
+def _gatherv_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
+    template = cts[0] if rules.is_root(params) else rules.zeros_like(avals[0])
     (back,) = scatterv(template, **params)
-    return [back if _is_root(params) else back + cts[0]]
+    return [back if rules.is_root(params) else back + cts[0]]
 
 
-def _scatterv_transpose(cts: list, avals: Avals, params: dict) -> list:
+def _scatterv_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
     (back,) = gatherv(*cts, **params)
-    return [back if _is_root(params) else rules.zeros_like(avals[0])]
+    return [back if rules.is_root(params) else rules.zeros_like(avals[0])]
 
 
-def _allgatherv_transpose(cts: list, avals: Avals, params: dict) -> list:
+def _allgatherv_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
     rank = of_id(params["comm"]).rank
     start = sum(params["counts"][:rank])
-    return [jax.lax.slice_in_dim(_pvary(cts[0], params), start, start + _my_rows(params))]
+    return [jax.lax.slice_in_dim(_pvary(cts[0], params), start, start + rules.my_rows(params))]
 
 
-gatherv = make_primitive(OpSpec(
-    name="gatherv", attributes=("comm", "counts", "root"), aliases=_given_back,
-    outputs=lambda avals, params: _rows(
-        lambda p: sum(p["counts"]) if _is_root(p) else _my_rows(p)
-    )(avals, params),
-    batch=rules.behind_ranks(1, 1), transpose=_gatherv_transpose,
-))
+gatherv = make_primitive(
+    OpSpec(
+        name="gatherv",
+        attributes=("comm", "counts", "root"),
+        aliases=rules.given_back,
+        outputs=lambda avals, params: rules.leading_rows(
+            lambda p: sum(p["counts"]) if rules.is_root(p) else rules.my_rows(p)
+        )(avals, params),
+        batch=rules.behind_ranks(1, 1),
+        transpose=_gatherv_transpose,
+    )
+)
 
-scatterv = make_primitive(OpSpec(
-    name="scatterv", attributes=("comm", "counts", "root"), outputs=_rows(_my_rows),
-    batch=rules.behind_ranks(1, 1), transpose=_scatterv_transpose,
-))
+scatterv = make_primitive(
+    OpSpec(
+        name="scatterv",
+        attributes=("comm", "counts", "root"),
+        outputs=rules.leading_rows(rules.my_rows),
+        batch=rules.behind_ranks(1, 1),
+        transpose=_scatterv_transpose,
+    )
+)
 
-allgatherv = make_primitive(OpSpec(
-    name="allgatherv", attributes=("comm", "counts"), outputs=_rows(lambda p: sum(p["counts"])),
-    batch=rules.behind_ranks(1, 1), transpose=_allgatherv_transpose,
-))
+allgatherv = make_primitive(
+    OpSpec(
+        name="allgatherv",
+        attributes=("comm", "counts"),
+        outputs=rules.leading_rows(lambda p: sum(p["counts"])),
+        batch=rules.behind_ranks(1, 1),
+        transpose=_allgatherv_transpose,
+    )
+)
 
-alltoallv = make_primitive(OpSpec(
-    name="alltoallv", attributes=("comm", "recv_counts", "send_counts"),
-    outputs=_rows(lambda p: sum(p["recv_counts"])), batch=rules.behind_ranks(1, 1),
-    transpose=lambda cts, avals, p: alltoallv(
-        *cts, comm=p["comm"], recv_counts=p["send_counts"], send_counts=p["recv_counts"]
-    ),
-))
+alltoallv = make_primitive(
+    OpSpec(
+        name="alltoallv",
+        attributes=("comm", "recv_counts", "send_counts"),
+        outputs=rules.leading_rows(lambda p: sum(p["recv_counts"])),
+        batch=rules.behind_ranks(1, 1),
+        transpose=lambda cts, avals, p: alltoallv(
+            *cts, comm=p["comm"], recv_counts=p["send_counts"], send_counts=p["recv_counts"]
+        ),
+    )
+)
 
 
 # ---- point to point ----
 
-def _with_status(avals: Avals, params: dict) -> list[ShapedArray]:
-    """The received array, and (source, tag, count)."""
-    integer = np.int64 if jax.config.jax_enable_x64 else np.int32
-    return [ShapedArray(avals[-1].shape, avals[-1].dtype), ShapedArray((3,), np.dtype(integer))]
 
-
-def _no_derivative(call: str) -> Callable[[dict], str]:
-    return lambda params: (
-        f"{call} has no derivative, because one rank alone cannot reverse a message: use "
-        "`sendrecv`, which has one."
-    )
-
-
-def _sendrecv_transpose(cts: list, avals: Avals, params: dict) -> list:
+def _sendrecv_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
     # The cotangent travels back: from the rank that received to the rank that sent.
     if params["source"] == ANY_SOURCE:
         raise NotImplementedError(
@@ -294,7 +297,10 @@ def _sendrecv_transpose(cts: list, avals: Avals, params: dict) -> list:
         )
     known = params["recvtag"] != ANY_TAG
     reverse = dict(
-        params, source=params["dest"], dest=params["source"], status=0,
+        params,
+        source=params["dest"],
+        dest=params["source"],
+        status=0,
         sendtag=params["recvtag"] if known else params["sendtag"],
         recvtag=params["sendtag"] if known else ANY_TAG,
     )
@@ -303,23 +309,43 @@ def _sendrecv_transpose(cts: list, avals: Avals, params: dict) -> list:
     return [back, cts[0] if untouched else rules.zeros_like(avals[1])]
 
 
-send = make_primitive(OpSpec(
-    name="send", attributes=("comm", "dest", "tag"), outputs=lambda avals, params: [],
-    batch=rules.received, derivative=_no_derivative("send"),
-))
+send = make_primitive(
+    OpSpec(
+        name="send",
+        attributes=("comm", "dest", "tag"),
+        outputs=lambda avals, params: [],
+        batch=rules.received,
+        derivative=rules.no_derivative("send"),
+    )
+)
 
-recv = make_primitive(OpSpec(
-    name="recv", attributes=("comm", "source", "status", "tag"), outputs=_with_status,
-    aliases=_template_in_place, batch=rules.received, derivative=_no_derivative("recv"),
-))
+recv = make_primitive(
+    OpSpec(
+        name="recv",
+        attributes=("comm", "source", "status", "tag"),
+        outputs=rules.message_and_status,
+        aliases=rules.template_in_place,
+        batch=rules.received,
+        derivative=rules.no_derivative("recv"),
+    )
+)
 
-sendrecv = make_primitive(OpSpec(
-    name="sendrecv", attributes=("comm", "dest", "recvtag", "sendtag", "source", "status"),
-    outputs=_with_status, aliases=_template_in_place, batch=rules.received,
-    transpose=_sendrecv_transpose,
-))
+sendrecv = make_primitive(
+    OpSpec(
+        name="sendrecv",
+        attributes=("comm", "dest", "recvtag", "sendtag", "source", "status"),
+        outputs=rules.message_and_status,
+        aliases=rules.template_in_place,
+        batch=rules.received,
+        transpose=_sendrecv_transpose,
+    )
+)
 
-barrier = make_primitive(OpSpec(
-    name="barrier", attributes=("comm",), outputs=lambda avals, params: [],
-    batch=rules.each_apart,
-))
+barrier = make_primitive(
+    OpSpec(
+        name="barrier",
+        attributes=("comm",),
+        outputs=lambda avals, params: [],
+        batch=rules.each_apart,
+    )
+)

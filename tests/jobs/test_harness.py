@@ -2,7 +2,16 @@
 
 import sys
 
-from launch import ROOT, Finished, is_running, job_environment, mpi_name, mpiexec, run_command, run_ranks
+from launch import (
+    ROOT,
+    Finished,
+    is_running,
+    job_environment,
+    mpi_name,
+    mpiexec,
+    run_command,
+    run_ranks,
+)
 
 HEADER = """
 import time

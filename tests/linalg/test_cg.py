@@ -46,7 +46,8 @@ def sr_operator(system):
 
 
 def test_three_steps_solve_three_unknowns():
-    check(cg(jnp.diag(jnp.arange(1.0, 4)), jnp.ones(3), tol=1e-10), [1, 1 / 2, 1 / 3], "converged", 3)
+    result = cg(jnp.diag(jnp.arange(1.0, 4)), jnp.ones(3), tol=1e-10)
+    check(result, [1, 1 / 2, 1 / 3], "converged", 3)
 
 
 def test_two_steps_are_not_enough():
@@ -167,7 +168,7 @@ def test_scale_of_the_right_hand_side_does_not_matter(factor, start):
     x0 = b if start else None
     x, info = cg(system.matrix, b, x0, tol=1e-5)
     check((np.asarray(x, float) / factor, info), system.x, "converged", rtol=0, atol=1e-4)
-    want, info_one = cg(system.matrix, system.b, system.b if start else None, tol=1e-5)
+    _, info_one = cg(system.matrix, system.b, system.b if start else None, tol=1e-5)
     agree(abs(int(info.iterations) - int(info_one.iterations)) <= 1, f"{info} {info_one}")
 
 

@@ -5,8 +5,10 @@ The table in docs/transforms.md says what each cell does, and each cell is a tes
 """
 
 import argparse
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -35,73 +37,90 @@ def calls() -> int:
     return sum(mpi.call_count().values())
 
 
-def check(function: Callable, arguments: tuple, expected: object, made: int | None = None) -> None:
-    """Run a jitted function, compare all results, and the number of MPI calls it made."""
-    before = calls()
-    results = jax.block_until_ready(jax.jit(function)(*arguments))
-    counted = calls() - before
-    for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        assert_allclose(got, want, rtol=1e-13)
-    agree(made is None or counted == made, f"{counted} MPI calls, expected {made}")
+@dataclass(frozen=True)
+class Run:
+    """A function to jit and run: its arguments, results, and number of MPI calls if it matters."""
+
+    function: Callable
+    arguments: tuple
+    expected: object
+    calls: int | None = None
+
+    def check(self) -> None:
+        """Compare all results and the number of MPI calls."""
+        before = calls()
+        results = jax.block_until_ready(jax.jit(self.function)(*self.arguments))
+        counted = calls() - before
+        for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(self.expected), strict=True):
+            assert_allclose(got, want, rtol=1e-13)
+        agree(self.calls in (None, counted), f"{counted} MPI calls, expected {self.calls}")
+
+    def trace(self) -> None:
+        """Trace only: what should be refused must not run, or a rank might wait for another."""
+        jax.jit(self.function).trace(*self.arguments)
 
 
-def calls_of(case: Case) -> int:
+Runs = Iterator[Run]
+
+
+@functools.cache
+def calls_of(name: str) -> int:
     """Give how many MPI calls one plain call makes."""
-    before = calls()
+    case, before = BY_NAME[name], calls()
     jax.block_until_ready(jax.jit(case.apply)(mine(case.arrays())))
     return calls() - before
 
 
-def in_jit(case: Case) -> None:
-    check(case.apply, (mine(case.arrays()),), mine(case.reference(case.arrays())))
+def in_jit(case: Case) -> Runs:
+    yield Run(case.apply, (mine(case.arrays()),), mine(case.reference(case.arrays())))
 
 
-def in_vmap(case: Case) -> None:
+def in_vmap(case: Case) -> Runs:
     samples = [case.arrays(seed) for seed in range(REPEATS)]
     x = jnp.stack([mine(xs) for xs in samples], axis=1)
     y = np.stack([mine(case.reference(xs)) for xs in samples])
-    check(jax.vmap(case.apply, in_axes=1), (x,), y, calls_of(case))
+    yield Run(jax.vmap(case.apply, in_axes=1), (x,), y, calls_of(case.name))
 
 
-def weighted(case: Case) -> Callable:
+def weighted(case: Case, function: Callable) -> Callable:
     """Give a loss whose gradient is the transpose applied to the cotangents."""
     w = mine(case.cotangents())
-    return lambda x: jnp.sum(w * case.apply(x))
+    return lambda x: jnp.sum(w * function(x))
 
 
-def in_grad(case: Case) -> None:
+def in_grad(case: Case) -> Runs:
     expected = mine(case.transposed(case.cotangents()))
-    check(jax.grad(weighted(case)), (mine(case.arrays()),), expected)
+    yield Run(jax.grad(weighted(case, case.apply)), (mine(case.arrays()),), expected)
 
 
-def in_vjp(case: Case) -> None:
+def in_vjp(case: Case) -> Runs:
     def pull(x, ct):
         y, back = jax.vjp(case.apply, x)
         return y, back(ct)[0]
 
     ys, back = case.reference(case.arrays()), case.transposed(case.cotangents())
-    check(pull, (mine(case.arrays()), mine(case.cotangents())), (mine(ys), mine(back)))
+    yield Run(pull, (mine(case.arrays()), mine(case.cotangents())), (mine(ys), mine(back)))
 
 
-def in_jvp(case: Case) -> None:
+def in_jvp(case: Case) -> Runs:
     x, t = case.arrays(), case.arrays(seed=5)
-    check(
+    yield Run(
         lambda x, t: jax.jvp(case.apply, (x,), (t,)),
         (mine(x), mine(t)),
         (mine(case.reference(x)), mine(case.reference(t))),
     )
 
 
-def in_linear_transpose(case: Case) -> None:
+def in_linear_transpose(case: Case) -> Runs:
     x = mine(case.arrays())
-    check(
+    yield Run(
         lambda ct: jax.linear_transpose(case.apply, x)(ct)[0],
         (mine(case.cotangents()),),
         mine(case.transposed(case.cotangents())),
     )
 
 
-def in_scan(case: Case) -> None:
+def in_scan(case: Case) -> Runs:
     samples = [case.arrays(seed) for seed in range(REPEATS)]
 
     def body(total, x):
@@ -109,32 +128,32 @@ def in_scan(case: Case) -> None:
         return total + jnp.sum(y), y
 
     ys = np.stack([mine(case.reference(xs)) for xs in samples])
-    check(
+    yield Run(
         lambda xs: jax.lax.scan(body, 0.0, xs),
         (jnp.stack([mine(xs) for xs in samples]),),
         (np.sum(ys), ys),
-        REPEATS * calls_of(case),
+        REPEATS * calls_of(case.name),
     )
 
 
-def in_while_body(case: Case) -> None:
+def in_while_body(case: Case) -> Runs:
     def body(state):
         i, x, total = state
         return i + 1, x + 1.0, total + case.apply(x)
 
     steps = [case.reference([x + i for x in case.arrays()]) for i in range(REPEATS)]
     total = sum(mine(ys) for ys in steps)
-    check(
+    yield Run(
         lambda x: jax.lax.while_loop(
             lambda state: state[0] < REPEATS, body, (0, x, jnp.zeros(total.shape))
         )[2],
         (mine(case.arrays()),),
         total,
-        REPEATS * calls_of(case),
+        REPEATS * calls_of(case.name),
     )
 
 
-def in_while_condition(case: Case) -> None:
+def in_while_condition(case: Case) -> Runs:
     y = mine(case.reference(case.arrays()))
 
     def condition(state):
@@ -143,61 +162,60 @@ def in_while_condition(case: Case) -> None:
         # All ranks leave together, also where the value is wrong on one.
         return (i < REPEATS) & mpi.allreduce(right, mpi.LAND)
 
-    check(
+    yield Run(
         lambda x: jax.lax.while_loop(condition, lambda state: (state[0] + 1, state[1]), (0, x))[0],
         (mine(case.arrays()),),
         REPEATS,
-        (REPEATS + 1) * (calls_of(case) + 1),
+        (REPEATS + 1) * (calls_of(case.name) + 1),
     )
 
 
-def in_cond(case: Case) -> None:
-    y = mine(case.reference(case.arrays()))
+def in_cond(case: Case) -> Runs:
+    x, y = mine(case.arrays()), mine(case.reference(case.arrays()))
 
     def branch(flag, x):
         return jax.lax.cond(flag, case.apply, lambda x: jnp.full(y.shape, -1.0), x)
 
+    yield Run(branch, (jnp.asarray(True), x), y, calls_of(case.name))
+    yield Run(branch, (jnp.asarray(False), x), np.full(y.shape, -1.0), 0)
+
+
+def in_checkpoint(case: Case) -> Runs:
     x = mine(case.arrays())
-    check(branch, (jnp.asarray(True), x), y, calls_of(case))
-    check(branch, (jnp.asarray(False), x), np.full(y.shape, -1.0), 0)
-
-
-def in_checkpoint(case: Case) -> None:
-    x, y = mine(case.arrays()), mine(case.reference(case.arrays()))
-    kept = jax.checkpoint(case.apply)
-    check(kept, (x,), y, calls_of(case))
+    kept = jax.checkpoint(lambda x: case.apply(jnp.sin(x)))
+    sines = [np.sin(x) for x in case.arrays()]
     if case.refusal("grad"):
+        yield Run(kept, (x,), mine(case.reference(sines)), calls_of(case.name))
         return
     before = calls()
-    jax.block_until_ready(jax.jit(jax.value_and_grad(weighted(case)))(x))
+    jax.block_until_ready(jax.jit(jax.value_and_grad(weighted(case, case.apply)))(x))
     made = calls() - before
-    w = mine(case.cotangents())
-    check(
-        jax.value_and_grad(lambda x: jnp.sum(w * kept(jnp.sin(x)))),
-        (jnp.arcsin(x / 4.0),),
-        (
-            jnp.sum(w * mine(case.reference([a / 4.0 for a in case.arrays()]))),
-            jnp.sqrt(1.0 - (x / 4.0) ** 2) * mine(case.transposed(case.cotangents())),
-        ),
-        made,
-    )
+    value = np.sum(mine(case.cotangents()) * mine(case.reference(sines)))
+    slope = np.cos(x) * mine(case.transposed(case.cotangents()))
+    yield Run(jax.value_and_grad(weighted(case, kept)), (x,), (value, slope), made)
 
 
-def in_custom_vjp(case: Case) -> None:
+def in_custom_vjp(case: Case) -> Runs:
     @jax.custom_vjp
     def function(x):
         return case.apply(x)
 
-    function.defvjp(lambda x: (case.apply(x), x), lambda x, ct: (mpi.allreduce(x) * jnp.sum(ct),))
-    like = [case.arrays()[ranks().rank].shape == a.shape for a in case.arrays()]
-    x, y = mine(case.arrays()), mine(case.reference(case.arrays()))
-    check(function, (x,), y, calls_of(case))
-    if all(like):
-        expected = 2.0 * y.size * sum(case.arrays())
-        check(jax.grad(lambda x: 2.0 * jnp.sum(function(x))), (x,), expected, calls_of(case) + 1)
+    # A reverse rule that communicates too.
+    function.defvjp(
+        lambda x: (case.apply(x), x),
+        lambda x, ct: (x * mpi.allreduce(jnp.sum(ct)),),
+    )
+    x, ys = mine(case.arrays()), case.reference(case.arrays())
+    slope = np.asarray(x) * sum(2.0 * y.size for y in ys)
+    yield Run(
+        jax.value_and_grad(lambda x: 2.0 * jnp.sum(function(x))),
+        (x,),
+        (2.0 * np.sum(mine(ys)), slope),
+        calls_of(case.name) + 1,
+    )
 
 
-def in_custom_jvp(case: Case) -> None:
+def in_custom_jvp(case: Case) -> Runs:
     @jax.custom_jvp
     def function(x):
         return case.apply(x)
@@ -208,13 +226,15 @@ def in_custom_jvp(case: Case) -> None:
         return y, jnp.full(y.shape, jnp.sum(tangents[0]))
 
     x, y = mine(case.arrays()), mine(case.reference(case.arrays()))
-    check(function, (x,), y, calls_of(case))
-    expected = (y, np.full(y.shape, np.sum(x)))
-    check(lambda x: jax.jvp(function, (x,), (x,)), (x,), expected, calls_of(case))
-    check(jax.grad(lambda x: jnp.sum(function(x))), (x,), np.full(x.shape, float(y.size)))
+    yield Run(
+        jax.value_and_grad(lambda x: jnp.sum(function(x))),
+        (x,),
+        (np.sum(y), np.full(x.shape, float(y.size))),
+        calls_of(case.name),
+    )
 
 
-TRANSFORMS: dict[str, Callable[[Case], None]] = {
+TRANSFORMS: dict[str, Callable[[Case], Runs]] = {
     "jit": in_jit,
     "grad": in_grad,
     "jvp": in_jvp,
@@ -236,13 +256,14 @@ TRANSFORMS: dict[str, Callable[[Case], None]] = {
 def test_cell(primitive, transform):
     case = BY_NAME[primitive]
     sentence = case.refusal(transform)
-    if sentence is None:
-        TRANSFORMS[transform](case)
-        return
-    before = calls()
-    with pytest.raises(NotImplementedError, match=SENTENCES[sentence][0]):
-        TRANSFORMS[transform](case)
-    agree(calls() == before, "it communicated before it refused")
+    for run in TRANSFORMS[transform](case):
+        if sentence is None:
+            run.check()
+            continue
+        before = calls()
+        with pytest.raises(NotImplementedError, match=SENTENCES[sentence][0]):
+            run.trace()
+        agree(calls() == before, "it communicated before it refused")
 
 
 def table() -> str:
@@ -272,8 +293,8 @@ A batched call (`vmap`) is one MPI call for the whole batch. `jax.checkpoint` do
 call. The value and the tangent of `allreduce`, `reduce`, `scan`, `exscan` and `bcast` travel in one
 message. Integers and booleans have no derivative, as everywhere in JAX.
 
-The results of `allreduce`, `allreduce_symmetric`, `bcast`, `allgather` and `allgatherv` are the same
-on every rank, and so are their cotangents: each rank gets its own share of a gradient. Apply
+The results of `allreduce`, `allreduce_symmetric`, `bcast`, `allgather` and `allgatherv` are the
+same on every rank, and so are their cotangents: each rank gets its own share of a gradient. Apply
 `pvary` to a replicated value that enters per-rank work, and `jax.grad` gives the full gradient on
 every rank. `allreduce_symmetric` is differentiated along symmetric or Hermitian matrices.
 

@@ -1,0 +1,143 @@
+"""Data movement between all ranks: public functions that check their arguments and bind a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from distsolve.mpi import table
+from distsolve.mpi.carrier import encode
+from distsolve.mpi.comm import Comm, check_root, resolve
+from distsolve.mpi.ops import check_leading
+from distsolve.mpi.primitive import MPIPrimitive
+
+
+def _movement(row: MPIPrimitive, x: Any, leading: int | None, **params: Any) -> Any:
+    """Apply a one-operand data movement to each leaf."""
+    call = row.spec.name
+
+    def one(leaf: Any) -> Any:
+        array, decode = encode(leaf, call)
+        if leading is not None:
+            check_leading(array, leading, call)
+        return decode(row(array, **params)[0])
+
+    return jax.tree.map(one, x)
+
+
+def gather(x: Any, root: int = 0, *, comm: Any = None) -> Any:
+    """Stack every rank's `x` at the root: (size, *shape) there, `x` back elsewhere."""
+    record = resolve(comm)
+    root = check_root(root, record, "gather")
+    return _movement(table.gather, x, None, comm=record.id, root=root)
+
+
+def scatter(x: Any, root: int = 0, *, comm: Any = None) -> Any:
+    """Give rank r the root's ``x[r]``.
+
+    Parameters
+    ----------
+    x : pytree of arrays
+        (size, *shape) at the root; elsewhere a template (*shape) whose values do not matter.
+    """
+    record = resolve(comm)
+    root = check_root(root, record, "scatter")
+    leading = record.size if record.rank == root else None
+    return _movement(table.scatter, x, leading, comm=record.id, root=root)
+
+
+def allgather(x: Any, *, comm: Any = None) -> Any:
+    """Stack every rank's `x` on all ranks: (size, *shape), replicated."""
+    return _movement(table.allgather, x, None, comm=resolve(comm).id)
+
+
+def alltoall(x: Any, *, comm: Any = None) -> Any:
+    """Give rank r this rank's ``x[r]``: row k of the result came from rank k."""
+    record = resolve(comm)
+    return _movement(table.alltoall, x, record.size, comm=record.id)
+
+
+def _as_counts(counts: Sequence[int], comm: Comm, name: str, call: str) -> tuple[int, ...]:
+    try:
+        values = tuple(int(c.__index__()) for c in counts)
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"`{name}` of {call} is {counts!r}; expected {comm.size} ints that are known while "
+            "tracing."
+        ) from error
+    if len(values) != comm.size or min(values) < 0:
+        raise ValueError(
+            f"`{name}` of {call} is {counts!r}; expected {comm.size} non-negative ints, one per "
+            "rank."
+        )
+    return values
+
+
+def gatherv(x: Any, counts: Sequence[int], root: int = 0, *, comm: Any = None) -> Any:
+    """Concatenate every rank's rows at the root; the others get `x` back.
+
+    Parameters
+    ----------
+    x : pytree of arrays (counts[rank], *shape)
+    counts : rows of every rank, the same on all ranks, known while tracing
+    """
+    record, call = resolve(comm), "gatherv"
+    counts = _as_counts(counts, record, "counts", call)
+    root = check_root(root, record, call)
+    return _movement(
+        table.gatherv, x, counts[record.rank], comm=record.id, counts=counts, root=root
+    )
+
+
+def scatterv(x: Any, counts: Sequence[int], root: int = 0, *, comm: Any = None) -> Any:
+    """Give rank r its ``counts[r]`` rows of the root's `x`.
+
+    Parameters
+    ----------
+    x : pytree of arrays
+        (sum(counts), *shape) at the root; elsewhere a template whose leading axis has any length.
+    counts : as for `gatherv`.
+    """
+    record, call = resolve(comm), "scatterv"
+    counts = _as_counts(counts, record, "counts", call)
+    root = check_root(root, record, call)
+    leading = sum(counts) if record.rank == root else None
+    return _movement(table.scatterv, x, leading, comm=record.id, counts=counts, root=root)
+
+
+def allgatherv(x: Any, counts: Sequence[int], *, comm: Any = None) -> Any:
+    """Concatenate every rank's rows on all ranks. Parameters as for `gatherv`."""
+    record, call = resolve(comm), "allgatherv"
+    counts = _as_counts(counts, record, "counts", call)
+    return _movement(table.allgatherv, x, counts[record.rank], comm=record.id, counts=counts)
+
+
+def alltoallv(
+    x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], *, comm: Any = None
+) -> Any:
+    """Give rank r the r-th run of rows of `x`; get the runs meant for this rank, by rank.
+
+    Parameters
+    ----------
+    x : pytree of arrays (sum(send_counts), *shape)
+    send_counts, recv_counts : rows to and from every rank, known while tracing
+        ``send_counts[r]`` here must equal ``recv_counts[this rank]`` on rank r.
+    """
+    record, call = resolve(comm), "alltoallv"
+    send_counts = _as_counts(send_counts, record, "send_counts", call)
+    recv_counts = _as_counts(recv_counts, record, "recv_counts", call)
+    return _movement(
+        table.alltoallv,
+        x,
+        sum(send_counts),
+        comm=record.id,
+        recv_counts=recv_counts,
+        send_counts=send_counts,
+    )
+
+
+def barrier(*, comm: Any = None) -> None:
+    """Wait until all ranks are here."""
+    table.barrier(comm=resolve(comm).id)

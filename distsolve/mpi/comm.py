@@ -7,8 +7,12 @@ duplicate a number that is never used again and is the same on all its ranks.
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from distsolve.mpi import lifecycle
 from distsolve.mpi.library import load
@@ -30,20 +34,22 @@ class Comm(NamedTuple):
 
 
 class Wildcard:
-    """``ANY_SOURCE``, ``ANY_TAG`` or ``PROC_NULL``, good for mpi4py too.
+    """A named rank or tag: ``ANY_SOURCE``, ``ANY_TAG`` or ``PROC_NULL``, good for mpi4py too.
 
     MPI libraries give these different values, known only once MPI is loaded.
     """
 
-    def __init__(self, name: str, canonical: int):
+    def __init__(self, name: str):
         self.name = name
-        self.canonical = canonical
 
     def __index__(self) -> int:
         return getattr(load(), self.name.lower())
 
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(operator.index(self))
+
     def __eq__(self, other: object) -> bool:
-        return int(self) == other if isinstance(other, int) else self is other
+        return operator.index(self) == other if isinstance(other, int) else self is other
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -52,9 +58,9 @@ class Wildcard:
         return self.name
 
 
-ANY_SOURCE = Wildcard("ANY_SOURCE", abi.ANY_SOURCE)
-ANY_TAG = Wildcard("ANY_TAG", abi.ANY_TAG)
-PROC_NULL = Wildcard("PROC_NULL", abi.PROC_NULL)
+ANY_SOURCE = Wildcard("ANY_SOURCE")
+ANY_TAG = Wildcard("ANY_TAG")
+PROC_NULL = Wildcard("PROC_NULL")
 
 _world: Comm | None = None
 _by_id: dict[int, Comm] = {}
@@ -188,86 +194,79 @@ def set_chunk_bytes(nbytes: int | None) -> None:
         abi.set_chunk(comm_id, _chunk_override or CHUNK_ON_ONE_NODE)
 
 
+def as_chunk(chunk_bytes: int | None) -> int:
+    """The `chunk_bytes` of a call as programs carry it: 0 is the communicator's default."""
+    return 0 if chunk_bytes is None else check_chunk(chunk_bytes, "chunk_bytes")
+
+
+def _as_int(value: Any, name: str, call: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` of {call} is {value!r} of type {type(value).__name__}; expected an int "
+            "that is known while tracing."
+        ) from None
+
+
 def check_root(root: Any, comm: Comm, call: str) -> int:
     """Raise unless `root` is a rank of the communicator."""
-    try:
-        rank = root.__index__()
-    except AttributeError:
-        raise TypeError(
-            f"`root` of {call} is {root!r} of type {type(root).__name__}; expected an int that is "
-            "known while tracing."
-        ) from None
-    if not 0 <= rank < comm.size:
+    value = _as_int(root, "root", call)
+    if not 0 <= value < comm.size:
         raise ValueError(
-            f"`root` of {call} is {rank}; expected a rank from 0 to {comm.size - 1} of the "
+            f"`root` of {call} is {value}; expected a rank from 0 to {comm.size - 1} of the "
             "communicator."
-        )
-    return rank
-
-
-def check_peer(peer: Any, comm: Comm, name: str, call: str) -> int:
-    """A rank, or the canonical number of a wildcard; `ANY_SOURCE` only where it is a source."""
-    library = load()
-    if isinstance(peer, Wildcard):
-        canonical = peer.canonical
-    else:
-        try:
-            value = peer.__index__()
-        except AttributeError:
-            raise TypeError(
-                f"`{name}` of {call} is {peer!r} of type {type(peer).__name__}; expected an int "
-                "that is known while tracing."
-            ) from None
-        if 0 <= value < comm.size:
-            return value
-        canonical = {
-            library.proc_null: abi.PROC_NULL,
-            library.any_source: abi.ANY_SOURCE,
-        }.get(value, comm.size)
-    wanted = "PROC_NULL" if name == "dest" else "ANY_SOURCE or PROC_NULL"
-    if canonical == comm.size or (canonical == abi.ANY_SOURCE and name == "dest"):
-        raise ValueError(
-            f"`{name}` of {call} is {peer}; expected a rank from 0 to {comm.size - 1} of the "
-            f"communicator, or {wanted}."
-        )
-    return canonical
-
-
-def check_tag(tag: Any, name: str, call: str) -> int:
-    """A tag, or the canonical number of ``ANY_TAG`` where the tag is one to receive."""
-    if isinstance(tag, Wildcard):
-        value, is_any = tag.canonical, tag is ANY_TAG
-    else:
-        try:
-            value = tag.__index__()
-        except AttributeError:
-            raise TypeError(
-                f"`{name}` of {call} is {tag!r} of type {type(tag).__name__}; expected an int "
-                "that is known while tracing."
-            ) from None
-        is_any = value == load().any_tag
-    if is_any and name != "sendtag" and call != "send":
-        return abi.ANY_TAG
-    if not 0 <= value <= _MAX_TAG:
-        raise ValueError(
-            f"`{name}` of {call} is {tag}; expected a number from 0 to {_MAX_TAG}"
-            + (", or ANY_TAG." if call != "send" and name != "sendtag" else ".")
         )
     return value
 
 
-_statuses: dict[int, Any] = {}
-_status_ids: dict[int, int] = {}
+def check_peer(peer: Any, comm: Comm, name: str, call: str) -> int:
+    """A rank, or the canonical number of a wildcard; ``ANY_SOURCE`` only where it is a source."""
+    value = _as_int(peer, name, call)
+    if 0 <= value < comm.size:
+        return value
+    library = load()
+    if value == library.proc_null:
+        return abi.PROC_NULL
+    if value == library.any_source and name != "dest":
+        return abi.ANY_SOURCE
+    wildcards = "PROC_NULL" if name == "dest" else "ANY_SOURCE or PROC_NULL"
+    raise ValueError(
+        f"`{name}` of {call} is {peer}; expected a rank from 0 to {comm.size - 1} of the "
+        f"communicator, or {wildcards}."
+    )
+
+
+def check_tag(tag: Any, name: str, call: str) -> int:
+    """A tag, or the canonical number of ``ANY_TAG`` where the tag is one to receive."""
+    value = _as_int(tag, name, call)
+    receives = name == "recvtag" or call == "recv"
+    if receives and value == load().any_tag:
+        return abi.ANY_TAG
+    if not 0 <= value <= _MAX_TAG:
+        raise ValueError(
+            f"`{name}` of {call} is {tag}; expected a number from 0 to {_MAX_TAG}"
+            + (", or ANY_TAG." if receives else ".")
+        )
+    return value
+
+
+_statuses: dict[int, tuple[int, Any]] = {}
 
 
 def status_id(status: Any) -> int:
     """The number of an ``MPI.Status`` for use in programs; it is kept alive for their sake."""
     if status is None:
         return 0
-    key = id(status)
-    if key not in _status_ids:
+    if id(status) not in _statuses:
         number = len(_statuses) + 1
         abi.add_status(number, load().MPI._addressof(status))
-        _statuses[number] = status
-        _status_ids[key] = number
-    return _status_ids[key]
+        _statuses[id(status)] = number, status
+    return _statuses[id(status)][0]
+
+
+def fill_status(status: Any, source: int, tag: int, nbytes: int) -> None:
+    """Fill an ``MPI.Status`` from what an eager call returned."""
+    status.Set_source(source)
+    status.Set_tag(tag)
+    status.Set_elements(load().MPI.BYTE, nbytes)

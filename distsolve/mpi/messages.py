@@ -7,8 +7,17 @@ from typing import Any, NamedTuple
 import jax
 
 from distsolve.mpi import table
+from distsolve.mpi._jaxcompat import is_tracing
 from distsolve.mpi.carrier import encode
-from distsolve.mpi.comm import ANY_SOURCE, ANY_TAG, check_peer, check_tag, resolve, status_id
+from distsolve.mpi.comm import (
+    ANY_SOURCE,
+    ANY_TAG,
+    check_peer,
+    check_tag,
+    fill_status,
+    resolve,
+    status_id,
+)
 
 
 class Status(NamedTuple):
@@ -62,18 +71,32 @@ def recv(
     source = check_peer(source, record, "source", "recv")
     tag = check_tag(tag, "tag", "recv")
     leaves, tree = jax.tree.flatten(x)
-    received, last = [], None
+    _refuse_nothing(leaves, "x", "recv")
+    number = _in_program(status)
+    received, arrived = [], None
     for leaf in leaves:
         array, decode = encode(leaf, "recv")
-        y, last = table.recv(
-            array, comm=record.id, source=source, status=status_id(status), tag=tag
-        )
+        y, arrived = table.recv(array, comm=record.id, source=source, status=number, tag=tag)
         received.append(decode(y))
-    return _with_status(jax.tree.unflatten(tree, received), last, return_status)
+    return _answer(jax.tree.unflatten(tree, received), array, arrived, status, return_status)
 
 
-def _with_status(y: Any, values: Any, wanted: bool) -> Any:
-    return (y, Status(values[0], values[1], values[2])) if wanted else y
+def _refuse_nothing(leaves: list, name: str, call: str) -> None:
+    if not leaves:
+        raise ValueError(f"`{name}` of {call} is a pytree without arrays: there is no message.")
+
+
+def _in_program(status: Any) -> int:
+    """The number under which a compiled program fills the user's status; eager calls need none."""
+    return status_id(status) if is_tracing() else 0
+
+
+def _answer(y: Any, carrier: Any, arrived: Any, status: Any, return_status: bool) -> Any:
+    """The result in the form that was asked for; the status is that of the last leaf."""
+    if status is not None and not is_tracing():
+        source, tag, count = arrived.tolist()
+        fill_status(status, source, tag, count * carrier.dtype.itemsize)
+    return (y, Status(arrived[0], arrived[1], arrived[2])) if return_status else y
 
 
 def sendrecv(
@@ -116,10 +139,12 @@ def sendrecv(
             f"`sendbuf` of {call} has {len(sent)} leaves and `recvbuf` has {len(leaves)}; expected "
             "as many, since each pair is one exchange."
         )
-    received, last = [], None
+    _refuse_nothing(leaves, "recvbuf", call)
+    number = _in_program(status)
+    received, arrived = [], None
     for s, r in zip(sent, leaves, strict=True):
         array, decode = encode(r, call)
-        y, last = table.sendrecv(
+        y, arrived = table.sendrecv(
             encode(s, call)[0],
             array,
             comm=record.id,
@@ -127,7 +152,7 @@ def sendrecv(
             recvtag=recvtag,
             sendtag=sendtag,
             source=source,
-            status=status_id(status),
+            status=number,
         )
         received.append(decode(y))
-    return _with_status(jax.tree.unflatten(tree, received), last, return_status)
+    return _answer(jax.tree.unflatten(tree, received), array, arrived, status, return_status)

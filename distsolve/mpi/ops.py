@@ -9,7 +9,7 @@ import jax
 
 from distsolve.mpi import table
 from distsolve.mpi.carrier import as_array, encode
-from distsolve.mpi.comm import check_chunk, check_root, resolve
+from distsolve.mpi.comm import as_chunk, check_root, resolve
 from distsolve.mpi.library import load
 from distsolve.mpi.operations import SUM, Op, check_op
 from distsolve.mpi.primitive import MPIPrimitive
@@ -82,7 +82,7 @@ def _reduction(
 ) -> Any:
     call = row.spec.name
     op = _as_op(op, call)
-    chunk = 0 if chunk_bytes is None else check_chunk(chunk_bytes, "chunk_bytes")
+    chunk = as_chunk(chunk_bytes)
     record = resolve(comm)
     return _each_dtype(
         x,
@@ -211,7 +211,7 @@ def reduce_scatter(
     """
     record, call = resolve(comm), "reduce_scatter"
     op = _as_op(op, call)
-    chunk = 0 if chunk_bytes is None else check_chunk(chunk_bytes, "chunk_bytes")
+    chunk = as_chunk(chunk_bytes)
 
     def one(leaf: Any) -> Any:
         leaf = as_array(leaf, call)
@@ -244,7 +244,7 @@ def allreduce_symmetric(
     The derivative is that of `allreduce` on symmetric matrices: cotangents are taken as they are.
     """
     record, call = resolve(comm), "allreduce_symmetric"
-    chunk = 0 if chunk_bytes is None else check_chunk(chunk_bytes, "chunk_bytes")
+    chunk = as_chunk(chunk_bytes)
 
     def one(leaf: Any) -> Any:
         leaf = as_array(leaf, call)
@@ -305,7 +305,7 @@ def bcast(
     """
     record = resolve(comm)
     root = check_root(root, record, "bcast")
-    chunk = 0 if chunk_bytes is None else check_chunk(chunk_bytes, "chunk_bytes")
+    chunk = as_chunk(chunk_bytes)
     leaves, tree = jax.tree.flatten(x)
     encoded = [encode(leaf, "bcast") for leaf in leaves]
     moved = _each_dtype(

@@ -6,7 +6,7 @@ Supported: jax 0.10 to the newest. Where a name moved, it is looked up here once
 from __future__ import annotations
 
 from jax._src import core, dispatch, effects
-from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
 
 __all__ = [
@@ -61,6 +61,21 @@ for _allowed in (
     _allowed.add_type(MPIEffect)
 
 ordered_effect = MPIEffect()
+
+
+# JAX gives the fast dispatch path to ahead-of-time compiled programs with ordered effects, and that
+# path forgets their tokens: from the second call on, `f.lower(x).compile()` raises "supplied 1
+# arguments but compiled program expected 2" (jax 0.10.2 and 0.12.0.1). They take the other path here.
+_create_cpp_call = pxla.MeshExecutable.create_cpp_call
+
+
+def _without_losing_tokens(executable, params):
+    if getattr(executable.unsafe_call, "ordered_effects", None):
+        return None
+    return _create_cpp_call(executable, params)
+
+
+pxla.MeshExecutable.create_cpp_call = _without_losing_tokens
 
 
 def is_tracing() -> bool:

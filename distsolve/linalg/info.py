@@ -77,12 +77,12 @@ class Info:
     breakdown: jax.Array
 
     @property
-    def reason_name(self):
+    def reason_name(self) -> str:
         """The reason in words, in lower case; outside jit only."""
         return self._reason().name.lower()
 
     @property
-    def message(self):
+    def message(self) -> str:
         """A sentence that says what happened and what to do; outside jit only."""
         reason = self._reason()
         residual, rhs = float(self.residual_norm), float(self.rhs_norm)
@@ -95,7 +95,7 @@ class Info:
             breakdown=float(self.breakdown),
         )
 
-    def raise_if_failed(self):
+    def raise_if_failed(self) -> None:
         """Raise `SolveError` unless the solve converged or took its fixed steps; outside jit only.
 
         The report is equal on all ranks, so all of them raise or none.
@@ -103,7 +103,7 @@ class Info:
         if self._reason() not in (Reason.CONVERGED, Reason.FIXED_STEPS):
             raise SolveError(self.message)
 
-    def _reason(self):
+    def _reason(self) -> Reason:
         if isinstance(self.reason, jax.core.Tracer):
             raise TypeError(
                 "`info` is being traced, so its reason is not known yet: inside jit compare "

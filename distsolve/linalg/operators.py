@@ -156,8 +156,8 @@ def _describe_value(value, differentiable):
         return tuple((k, _describe_value(value[k], differentiable)) for k in sorted(value))
     if isinstance(value, (np.ndarray, np.generic)) and value.size <= _SMALL:
         return value.dtype, value.shape, value.tobytes()
-    if value is None or isinstance(value, (type, enum.Enum, core.Primitive)):
-        return value
+    if value is None or isinstance(value, (type, enum.Enum, core.Primitive, jax.sharding.Mesh)):
+        return value  # one object for each value: equal means identical
     by_identity = type(value).__hash__ is object.__hash__
     if by_identity and not callable(value) and not getattr(value, "__dict__", None):
         return type(value)  # a marker without state, such as an unspecified sharding

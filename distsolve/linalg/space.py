@@ -3,6 +3,9 @@
 A solver sees only a `Space`. This is the one file of `distsolve.linalg` that knows of MPI.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from distsolve import mpi
@@ -18,44 +21,44 @@ class Replicated:
         The ranks that hold the vectors; the world by default.
     """
 
-    def __init__(self, comm=None):
+    def __init__(self, comm: Any = None) -> None:
         self.comm = comm
 
-    def __eq__(self, other):
-        return type(self) is type(other) and self.comm == other.comm
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Replicated) and self.comm == other.comm
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(type(self))
 
-    def dot(self, *pairs):
+    def dot(self, *pairs: tuple[Any, Any]) -> jax.Array:
         """Return ``Re <x, y>`` of each pair ``(x, y)``, stacked: (k,) replicated.
 
         Communication: none.
         """
         return jnp.stack([trees.vdot(x, y) for x, y in pairs])
 
-    def norm(self, x):
+    def norm(self, x: Any) -> jax.Array:
         """Return the 2-norm of ``x``, safe against overflow and underflow.
 
         Communication: none.
         """
         return trees.norm(x)
 
-    def sum(self, x):
+    def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum over the pieces of a vector of ``x``: ``x``, as there is one piece.
 
         Communication: none.
         """
         return x
 
-    def size(self, x):
+    def size(self, x: Any) -> int:
         """Return the number of entries of the whole vector, as a Python int.
 
         Communication: none.
         """
         return trees.size(x)
 
-    def agree(self, x):
+    def agree(self, x: jax.Array) -> jax.Array:
         """Return the entrywise maximum of ``x`` over the ranks, equal on all of them.
 
         Every decision of a loop passes through here: copies of a replicated vector may differ in

@@ -100,15 +100,15 @@ def _resolve(comm: Any) -> Comm:
                 "rank: pass None."
             )
         return _world or _publish(None, 0, 0, 1, CHUNK_ON_ONE_NODE)
+    if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
+        raise ValueError(
+            "`comm` is COMM_NULL: it was freed, or this rank is not one of its members. Pass a "
+            "live communicator, and leave out ranks that are not in it."
+        )
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(
             f"`comm` is {comm!r} of type {type(comm).__name__}; expected an "
             "mpi4py.MPI.Intracomm, or None for the world."
-        )
-    if comm == MPI.COMM_NULL:
-        raise ValueError(
-            "`comm` is COMM_NULL: it was freed, or this rank is not one of its members. Pass a "
-            "live communicator, and leave out ranks that are not in it."
         )
     if MPI.Is_finalized():
         raise RuntimeError("MPI has been finalised: distsolve.mpi cannot be used any more.")
@@ -147,6 +147,7 @@ def _publish(handle: int | None, comm_id: int, rank: int, size: int, chunk: int)
 
 def _forget(comm: Any, keyval: int, record: Comm) -> None:
     """Called by MPI while the user frees a communicator: free is collective, and so is this."""
+    lifecycle.finish()
     abi.remove_comm(record.id)
     duplicate = _duplicates.pop(record.id, None)
     if duplicate is not None and not lifecycle.is_finalizing():

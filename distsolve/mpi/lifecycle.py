@@ -24,13 +24,13 @@ def start(MPI: Any) -> None:
     """Watch over the end of the job; called once, when MPI is first touched."""
     keyval = MPI.Comm.Create_keyval(delete_fn=_on_finalize)
     MPI.COMM_SELF.Set_attr(keyval, True)
-    atexit.register(_finish)
+    atexit.register(finish)
     if MPI.COMM_WORLD.Get_size() > 1 and _wants_abort():
         _abort_on_exception(MPI)
 
 
-def _finish() -> None:
-    """Wait for queued MPI calls: mpi4py finalises MPI after this."""
+def finish() -> None:
+    """Wait for queued MPI calls, before what they need goes away."""
     try:
         wait_for_ordered()
     except Exception:
@@ -40,7 +40,7 @@ def _finish() -> None:
 def _on_finalize(comm: Any, keyval: int, value: Any) -> None:
     """MPI_Finalize deletes the attributes of COMM_SELF first, while MPI still works."""
     global _finalizing
-    _finish()
+    finish()
     _finalizing = True
     abi.set_finalized()
 

@@ -223,14 +223,18 @@ alltoall = make_primitive(
 
 
 def _gatherv_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
-    template = cts[0] if rules.is_root(params) else rules.zeros_like(avals[0])
-    (back,) = scatterv(template, **params)
+    # As for gather; on the other ranks the cotangent serves as the template.
+    (back,) = scatterv(*cts, **params)
     return [back if rules.is_root(params) else back + cts[0]]
 
 
 def _scatterv_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
+    # As for scatter, but templates may have any length: zeros that depend on what was gathered, so
+    # that the transpose of this makes the same MPI calls on every rank.
     (back,) = gatherv(*cts, **params)
-    return [back if rules.is_root(params) else rules.zeros_like(avals[0])]
+    if rules.is_root(params):
+        return [back]
+    return [rules.zeros_like(avals[0]) + jnp.sum(rules.on_rank(False, back))]
 
 
 def _allgatherv_transpose(cts: list, avals: rules.Avals, params: dict) -> list:

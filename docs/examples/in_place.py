@@ -1,6 +1,6 @@
 """Reductions in the memory of their operands.
 
-    mpiexec -n 2 python in_place.py
+mpiexec -n 2 python in_place.py
 """
 
 import jax

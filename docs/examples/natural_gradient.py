@@ -20,7 +20,10 @@ def natural_gradient(J, e, shift):
     N, J_sum, e_sum, eJ = mpi.allreduce((n, J.sum(axis=0), e.sum(), e @ J))
     J = J - J_sum / N
     f = eJ / N - (e_sum / N) * (J_sum / N)
-    S = lambda v: mpi.allreduce((J @ v) @ J) / N + shift * v  # noqa: E731
+
+    def S(v):
+        return mpi.allreduce((J @ v) @ J) / N + shift * v
+
     return distsolve.cg(S, f, tol=1e-5)
 
 

@@ -1,6 +1,6 @@
 """Least squares by gradient descent; every rank holds its own rows.
 
-    mpiexec -n 2 python regression.py
+mpiexec -n 2 python regression.py
 """
 
 import jax
@@ -29,6 +29,8 @@ def descend(w):
 
 w = descend(jnp.zeros_like(truth))
 if mpi.rank() == 0:
-    print(f"{mpi.size()} ranks: w = {w}, MPI_Allreduce was called "
-          f"{mpi.call_count()['MPI_Allreduce']} times")
+    print(
+        f"{mpi.size()} ranks: w = {w}, MPI_Allreduce was called "
+        f"{mpi.call_count()['MPI_Allreduce']} times"
+    )
 assert jnp.allclose(w, truth, atol=1e-4)

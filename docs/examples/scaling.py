@@ -1,6 +1,6 @@
 """Time per step of a reduction, for a scaling run.
 
-    for n in 1 2; do mpiexec -n $n python scaling.py; done
+for n in 1 2; do mpiexec -n $n python scaling.py; done
 """
 
 import time

@@ -103,16 +103,16 @@ def metropolis(
         x, value, accepted = carry
 
         def draw(walker_key):
-            noise_key, decision_key = jax.random.split(
-                jax.random.fold_in(walker_key, walkers.moves + k)
-            )
-            noise = jax.random.normal(noise_key, x.shape[1:], x.dtype)
-            return noise, jax.random.uniform(decision_key, (), x.dtype)
+            stream = jax.random.fold_in(walker_key, walkers.moves + k)
+            return jax.random.normal(stream, (x[0].size + 2,), x.dtype)
 
-        noise, uniform = jax.vmap(draw)(walkers.keys)
+        normals = jax.vmap(draw)(walkers.keys)
+        noise = normals[:, :-2].reshape(x.shape)
+        # Half the squares of two normals are -log of a uniform number: one draw serves both.
+        log_uniform = -jnp.sum(normals[:, -2:] ** 2, axis=1) / 2
         proposal = x + step * noise
         proposed = batched(proposal)
-        accept = jnp.log(uniform) < 2 * (proposed - value)
+        accept = log_uniform < 2 * (proposed - value)
         x = jnp.where(accept[:, None, None], proposal, x)
         return x, jnp.where(accept, proposed, value), accepted + accept
 

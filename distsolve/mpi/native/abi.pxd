@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int64_t, intptr_t, uint64_t
 
-from distsolve.mpi.native.ffi cimport Error, Frame
+from distsolve.mpi.native.ffi cimport Error, Frame, fp_mode
 
 # Handles are 32-bit integers in MPICH and pointers in Open MPI. Both are passed in integer
 # registers, and on x86-64 and aarch64 Linux a callee reads only the width that it declared, so one
@@ -89,8 +89,8 @@ cdef void *user_status(int64_t status_id) noexcept nogil
 cdef const char *identity(int64_t op, int dtype) noexcept nogil
 cdef int peer(int64_t rank) noexcept nogil
 cdef void count_call(Call call) noexcept nogil
-cdef void enter() noexcept nogil
-cdef void leave() noexcept nogil
+cdef fp_mode enter() noexcept nogil
+cdef void leave(fp_mode mode) noexcept nogil
 cdef bint ready(
     Frame *frame, Call call, int64_t comm_id_at, Comm **comm, Error **answer
 ) noexcept nogil

@@ -10,7 +10,8 @@ from libc.stdlib cimport calloc
 from libc.string cimport memcpy
 
 from distsolve.mpi.native.ffi cimport (
-    Error, Frame, ffi_answer_metadata, ffi_error, ffi_int, pthread_mutex_init, pthread_mutex_lock,
+    Error, Frame, ffi_answer_metadata, ffi_error, ffi_int, fp_keep_subnormals, fp_mode,
+    fp_restore, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_t, pthread_mutex_unlock,
 )
 
@@ -98,13 +99,16 @@ cdef void count_call(Call call) noexcept nogil:
     count_up(&calls[<int> call])
 
 
-cdef void enter() noexcept nogil:
-    """Below MPI_THREAD_MULTIPLE only one thread at a time may be inside MPI."""
+cdef fp_mode enter() noexcept nogil:
+    """Begin to use MPI; below MPI_THREAD_MULTIPLE only one thread at a time may."""
     if lock_needed:
         pthread_mutex_lock(&lock)
+    return fp_keep_subnormals()
 
 
-cdef void leave() noexcept nogil:
+cdef void leave(fp_mode mode) noexcept nogil:
+    """Undo `enter`."""
+    fp_restore(mode)
     if lock_needed:
         pthread_mutex_unlock(&lock)
 

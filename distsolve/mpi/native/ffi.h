@@ -95,6 +95,28 @@ static inline XLA_FFI_Error *ffi_error(XLA_FFI_CallFrame *frame, const char *mes
   return frame->api->XLA_FFI_Error_Create(&args);
 }
 
+/* XLA's threads flush subnormal numbers to zero. MPI must not while it computes on the user's data:
+ * the mode of the thread is set to IEEE's, and set back afterwards. */
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+typedef unsigned int fp_mode;
+static inline fp_mode fp_keep_subnormals(void) {
+  fp_mode mode = _mm_getcsr();
+  _mm_setcsr(mode & ~0x8040u); /* flush to zero, denormals are zero */
+  return mode;
+}
+static inline void fp_restore(fp_mode mode) { _mm_setcsr(mode); }
+#else
+typedef uint64_t fp_mode;
+static inline fp_mode fp_keep_subnormals(void) {
+  fp_mode mode;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+  __asm__ volatile("msr fpcr, %0" : : "r"(mode & ~((fp_mode)1 << 24)));
+  return mode;
+}
+static inline void fp_restore(fp_mode mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
+#endif
+
 /* 16-bit floats travel as float32. Rounding is to nearest, ties to even; NaN stays NaN. */
 static inline float bits_to_float(uint32_t bits) {
   float value;

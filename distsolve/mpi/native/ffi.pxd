@@ -29,6 +29,10 @@ cdef extern from "ffi.h" nogil:
     int64_t ffi_operands(const Frame *frame)
     Error *ffi_error(Frame *frame, const char *message)
 
+    ctypedef unsigned int fp_mode
+    fp_mode fp_keep_subnormals()
+    void fp_restore(fp_mode mode)
+
     float bfloat16_to_float(uint16_t half)
     uint16_t float_to_bfloat16(float value)
     float float16_to_float(uint16_t half)

@@ -15,7 +15,7 @@ from distsolve.mpi.native.abi cimport (
 from distsolve.mpi.native.exchange cimport bytes_type, free_type
 from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_S32, Buffer, Error, Frame, capsule, ffi_arg, ffi_bytes, ffi_carry, ffi_count,
-    ffi_error, ffi_int, ffi_item, ffi_ret,
+    ffi_error, ffi_int, ffi_item, ffi_ret, fp_mode,
 )
 
 cdef enum:
@@ -64,15 +64,16 @@ cdef Error *send(Frame *frame) noexcept nogil:
         return error
     cdef Buffer *x = ffi_arg(frame, 0)
     cdef Handle made
+    cdef fp_mode mode
     cdef int count
     cdef int code = message_type(ffi_bytes(x), &count, &made)
     if code == 0:
-        enter()
+        mode = enter()
         count_call(SEND)
         code = (<send_t> address[<int> SEND])(
             x.data, count, made if made != 0 else constants.byte,
             peer(ffi_int(frame, 1)), <int> ffi_int(frame, 2), comm.handle)
-        leave()
+        leave(mode)
     if made != 0:
         free_type(&made)
     return check(frame, SEND, code, comm, ffi_count(x), ffi_int(frame, 1))
@@ -91,16 +92,17 @@ cdef Error *recv(Frame *frame) noexcept nogil:
     cdef Buffer *y = ffi_ret(frame, 0)
     cdef char status[STATUS_SIZE]
     cdef Handle made
+    cdef fp_mode mode
     cdef int count
     cdef int code = message_type(ffi_bytes(y), &count, &made)
     ffi_carry(y, ffi_arg(frame, 0))
     if code == 0:
-        enter()
+        mode = enter()
         count_call(RECV)
         code = (<recv_t> address[<int> RECV])(
             y.data, count, made if made != 0 else constants.byte,
             peer(ffi_int(frame, 1)), received_tag(ffi_int(frame, 3)), comm.handle, status)
-        leave()
+        leave(mode)
     if made != 0:
         free_type(&made)
     error = check(frame, RECV, code, comm, ffi_count(y), ffi_int(frame, 1))
@@ -121,20 +123,21 @@ cdef Error *sendrecv(Frame *frame) noexcept nogil:
     cdef char status[STATUS_SIZE]
     cdef Handle sent
     cdef Handle received
+    cdef fp_mode mode
     cdef int n_sent = 0, n_received = 0
     cdef int code = message_type(ffi_bytes(x), &n_sent, &sent)
     if code == 0:
         code = message_type(ffi_bytes(y), &n_received, &received)
     ffi_carry(y, ffi_arg(frame, 1))
     if code == 0:
-        enter()
+        mode = enter()
         count_call(SENDRECV)
         code = (<sendrecv_t> address[<int> SENDRECV])(
             x.data, n_sent, sent if sent != 0 else constants.byte,
             peer(ffi_int(frame, 1)), <int> ffi_int(frame, 3),
             y.data, n_received, received if received != 0 else constants.byte,
             peer(ffi_int(frame, 4)), received_tag(ffi_int(frame, 2)), comm.handle, status)
-        leave()
+        leave(mode)
         if received != 0:
             free_type(&received)
     if sent != 0:

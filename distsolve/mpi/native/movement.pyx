@@ -14,7 +14,7 @@ from distsolve.mpi.native.abi cimport (
 from distsolve.mpi.native.exchange cimport Exchange, begin, finish
 from distsolve.mpi.native.ffi cimport (
     Buffer, Error, Frame, capsule, ffi_arg, ffi_bytes, ffi_carry, ffi_count, ffi_int,
-    ffi_ints, ffi_item, ffi_ret,
+    ffi_ints, ffi_item, ffi_ret, fp_mode,
 )
 
 cdef enum:
@@ -66,7 +66,7 @@ cdef Error *blocks(Frame *frame, Call call, int root_at) noexcept nogil:
         block //= comm.size
     if call == GATHER and comm.rank != root:
         ffi_carry(y, x)
-    enter()
+    cdef fp_mode mode = enter()
     if block > constants.count_limit:
         code = large_blocks(call, comm, root, x, y, block)
     else:
@@ -78,7 +78,7 @@ cdef Error *blocks(Frame *frame, Call call, int root_at) noexcept nogil:
         else:
             code = (<exchange_t> address[<int> call])(
                 x.data, n, constants.byte, y.data, n, constants.byte, comm.handle)
-    leave()
+    leave(mode)
     return check(frame, call, code, comm, ffi_count(x), NO_PEER)
 
 
@@ -177,13 +177,13 @@ cdef Error *uneven(Frame *frame, Call call, int root_at) noexcept nogil:
         total += rows[i] * row
     if call == GATHERV and comm.rank != root:
         ffi_carry(y, x)
-    enter()
+    cdef fp_mode mode = enter()
     if total > constants.count_limit or comm.size > MAX_RANKS_ON_STACK:
         code = uneven_at_large(call, comm, root, x, y, rows, row)
     else:
         code = uneven_in_ints(
             call, comm, root, x, y, rows, row, on_stack, on_stack + MAX_RANKS_ON_STACK)
-    leave()
+    leave(mode)
     return check(frame, call, code, comm, ffi_count(x), NO_PEER)
 
 
@@ -213,12 +213,12 @@ cdef Error *alltoallv(Frame *frame) noexcept nogil:
     cdef int64_t row = row_bytes(x)
     cdef Exchange plan
     cdef int code = 1
-    enter()
+    cdef fp_mode mode = enter()
     if begin(&plan, comm.size, x.data, y.data):
         lay_out(ffi_ints(frame, 2), row, comm.size, plan.send_bytes, plan.send_offsets)
         lay_out(ffi_ints(frame, 1), row, comm.size, plan.recv_bytes, plan.recv_offsets)
         code = finish(&plan, comm)
-    leave()
+    leave(mode)
     return check(frame, ALLTOALLW, code, comm, ffi_count(x), NO_PEER)
 
 
@@ -228,10 +228,10 @@ cdef Error *barrier(Frame *frame) noexcept nogil:
     cdef Error *error
     if not ready(frame, BARRIER, 0, &comm, &error):
         return error
-    enter()
+    cdef fp_mode mode = enter()
     count_call(BARRIER)
     cdef int code = (<barrier_t> address[<int> BARRIER])(comm.handle)
-    leave()
+    leave(mode)
     return check(frame, BARRIER, code, comm, 0, NO_PEER)
 
 

@@ -12,7 +12,7 @@ from distsolve.mpi.native.abi cimport (
 )
 from distsolve.mpi.native.engine cimport Job, job_of, mirror, reduce_scatter, run
 from distsolve.mpi.native.ffi cimport (
-    Buffer, Error, Frame, capsule, ffi_arg, ffi_count, ffi_int, ffi_ret,
+    Buffer, Error, Frame, capsule, ffi_arg, ffi_count, ffi_int, ffi_ret, fp_mode,
 )
 
 
@@ -25,9 +25,9 @@ cdef Error *combine(Frame *frame, Call call, int op_at, int root_at) noexcept no
     job = job_of(
         frame, call, comm, ffi_arg(frame, 0), ffi_int(frame, op_at) if op_at > 0 else 0,
         <int> ffi_int(frame, root_at) if root_at > 0 else 0, ffi_int(frame, 0))
-    enter()
+    cdef fp_mode mode = enter()
     cdef int code = run(&job)
-    leave()
+    leave(mode)
     return check(frame, call, code, comm, ffi_count(ffi_arg(frame, 0)), NO_PEER)
 
 
@@ -74,9 +74,9 @@ cdef Error *allreduce_symmetric(Frame *frame) noexcept nogil:
     job.n_segments = total // n
     job.src = <char *> x.data
     job.dst = <char *> ffi_ret(frame, 0).data
-    enter()
+    cdef fp_mode mode = enter()
     code = run(&job)
-    leave()
+    leave(mode)
     for i in range(total // (n * n)):
         mirror(job.dst + i * n * n * job.item, n, job.dtype, job.item)
     return check(frame, ALLREDUCE, code, comm, total, NO_PEER)
@@ -91,10 +91,10 @@ cdef Error *reduce_scatter_block(Frame *frame) noexcept nogil:
     cdef Buffer *y = ffi_ret(frame, 0)
     cdef Job job = job_of(
         frame, REDUCE_SCATTER_BLOCK, comm, y, ffi_int(frame, 2), 0, ffi_int(frame, 0))
-    enter()
+    cdef fp_mode mode = enter()
     cdef int code = reduce_scatter(
         &job, <char *> ffi_arg(frame, 0).data, <char *> y.data, ffi_count(y))
-    leave()
+    leave(mode)
     return check(frame, REDUCE_SCATTER_BLOCK, code, comm, ffi_count(y), NO_PEER)
 
 

@@ -1,0 +1,167 @@
+"""How a job ends: at once when one rank raises, and well when all ranks are done."""
+
+import time
+
+import pytest
+from launch import run_ranks
+
+HEADER = """\
+import sys, threading, time
+import jax, jax.numpy as jnp
+from distsolve import mpi
+rank, size = mpi.rank(), mpi.size()
+"""
+
+
+def test_work_in_flight_at_the_end():
+    """10 times of 10 (mpi4jax issue 22)."""
+    program = HEADER + "jax.jit(mpi.allreduce)(jnp.ones(10_000_000))\n"
+    for _ in range(10):
+        done = run_ranks(program, np=2).check()
+        assert done.stderr == ""
+
+
+# Rank 1 says when it raises, and never makes the call that the others are in.
+LEAVE = """
+def leave():
+    print("left at", time.time(), flush=True)
+    raise ValueError("no such molecule")
+"""
+WAITING = {
+    "eager collective": "mpi.allreduce(jnp.ones(3))",
+    "queued collective": "jax.block_until_ready(jax.jit(mpi.allreduce)(jnp.ones(3)))",
+    "receive": "mpi.recv(jnp.ones(3), 1)",
+    "compiled loop": """
+jax.block_until_ready(jax.jit(lambda x: jax.lax.while_loop(
+    lambda x: x[0] >= 0, lambda x: mpi.allreduce(x) * 0.5, x))(jnp.ones(3)))""",
+}
+RAISING = {
+    "raise": "leave()",
+    "thread": "threading.Thread(target=leave).start(); time.sleep(60)",
+    "callback": """
+def host(x):
+    leave()
+jax.block_until_ready(jax.jit(lambda x: mpi.allreduce(
+    jax.pure_callback(host, jax.ShapeDtypeStruct((3,), jnp.float32), x)))(jnp.ones(3)))""",
+}
+ENDINGS = [(waiting, "raise") for waiting in WAITING]
+ENDINGS += [("compiled loop", "thread"), ("queued collective", "callback")]
+
+
+@pytest.mark.parametrize(("waiting", "raising"), ENDINGS)
+def test_one_rank_raises_while_the_other_waits(waiting, raising):
+    program = HEADER + LEAVE
+    program += f"if rank == 1:\n    time.sleep(0.5)\n    exec({RAISING[raising]!r})\n"
+    program += f"else:\n    exec({WAITING[waiting]!r})\n"
+    done = run_ranks(program, np=2)
+    ended = time.time()
+    assert done.returncode != 0
+    assert not done.timed_out
+    left = next(line for line in done.stdout.splitlines() if line.startswith("left at"))
+    assert ended - float(left.split()[-1]) < 10.0
+    assert "rank 1 of 2: uncaught exception" in done.stderr
+    assert "rank 1: " in done.stderr
+    assert "no such molecule" in done.stderr
+
+
+def test_failed_mpi_call_ends_the_job():
+    program = (
+        HEADER
+        + """
+if rank == 0:
+    mpi.send(jnp.ones(8), 1)
+    mpi.recv(jnp.ones(1), 1)
+else:
+    mpi.recv(jnp.ones(2), 0)
+"""
+    )
+    done = run_ranks(program, np=2)
+    assert done.returncode != 0
+    assert done.seconds < 30
+    assert "MPI_Recv failed on rank 1 of 2" in done.stderr
+    assert "rank 1 of 2: uncaught exception" in done.stderr
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_exit_status_is_kept(status):
+    program = HEADER + f"mpi.allreduce(1.0)\nraise SystemExit({status})\n"
+    done = run_ranks(program, np=2)
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+
+
+def test_exit_of_a_thread_is_not_an_error():
+    program = (
+        HEADER
+        + """
+thread = threading.Thread(target=lambda: sys.exit(1))
+thread.start()
+thread.join()
+print("total", mpi.allreduce(1.0))
+"""
+    )
+    done = run_ranks(program, np=2).check()
+    assert done.stdout.split() == ["total", "2.0"] * 2
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["late", "early"])
+def test_rank_0_finishes_at_another_time(late):
+    program = (
+        HEADER
+        + f"""
+jax.jit(mpi.allreduce)(jnp.ones(1000))
+if rank == {late}:
+    time.sleep(5)
+"""
+    )
+    assert run_ranks(program, np=2).check().seconds < 30
+
+
+def test_debugging_can_keep_the_job():
+    """DISTSOLVE_ABORT=0 leaves Python's own hook, so one rank's exception is its own."""
+    program = HEADER + "assert sys.excepthook is sys.__excepthook__\n"
+    run_ranks(program, np=2, env={"DISTSOLVE_ABORT": "0"}).check()
+
+
+def test_calls_after_finalize_raise():
+    program = (
+        HEADER
+        + """
+from mpi4py import MPI
+compiled = jax.jit(mpi.allreduce).lower(jnp.ones(3)).compile()
+jitted = jax.jit(lambda x: mpi.bcast(x))
+jax.block_until_ready((compiled(jnp.ones(3)), jitted(jnp.ones(3)), mpi.allreduce(jnp.ones(3))))
+MPI.Finalize()
+for call in (
+    lambda: compiled(jnp.ones(3)),
+    lambda: jitted(jnp.ones(3)),
+    lambda: mpi.allreduce(jnp.ones(3)),
+    lambda: mpi.allreduce(jnp.ones(3), comm=MPI.COMM_WORLD),
+    lambda: jax.jit(mpi.scan)(jnp.ones(3)),
+    mpi.barrier,
+):
+    try:
+        jax.block_until_ready(call())
+    except Exception as error:
+        print(type(error).__name__, "|", error)
+    else:
+        print("no error")
+"""
+    )
+    done = run_ranks(program, np=2).check()
+    said = [line for line in done.stdout.splitlines() if line]
+    assert len(said) == 12
+    assert all("after MPI_Finalize" in line or "has been finalised" in line for line in said), said
+
+
+def test_first_use_after_finalize_raises():
+    program = """
+from mpi4py import MPI
+from distsolve import mpi
+MPI.Finalize()
+try:
+    mpi.rank()
+except RuntimeError as error:
+    print(error)
+"""
+    assert "MPI has been finalised" in run_ranks(program, np=1).check().stdout

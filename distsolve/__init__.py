@@ -1,5 +1,10 @@
 """MPI inside ``jax.jit``, in place, and distributed solvers on top of it."""
 
-from distsolve import mpi
+from importlib.metadata import version
 
-__all__ = ["mpi"]
+from distsolve import mpi
+from distsolve.linalg import cg
+
+__version__ = version("distsolve")
+
+__all__ = ["cg", "mpi"]

@@ -106,16 +106,31 @@ def _open_nested(jaxpr, consts, args):
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
         if _is_nested_jit(eqn):
             closed = eqn.params["jaxpr"]
+            operands = [read(atom) for atom in eqn.invars]
             results = _open_nested(closed.jaxpr, closed.consts, operands)
         else:
-            subfunctions, params = eqn.primitive.get_bind_params(eqn.params)
-            results = eqn.primitive.bind(*subfunctions, *operands, **params)
-            results = results if eqn.primitive.multiple_results else [results]
+            results = jax.core.eval_jaxpr(_alone(eqn, jaxpr), (), *map(read, _variables(eqn)))
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _variables(eqn):
+    """The variables that an equation reads, each once."""
+    return list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal)))
+
+
+def _alone(eqn, jaxpr):
+    """Return a program of one equation: how an equation is evaluated differs between versions."""
+    return jaxpr.replace(
+        constvars=[],
+        invars=_variables(eqn),
+        outvars=list(eqn.outvars),
+        eqns=[eqn],
+        effects=eqn.effects,
+        debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+    )
 
 
 def _describe_jaxpr(jaxpr, differentiable):

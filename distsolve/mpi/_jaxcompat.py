@@ -63,9 +63,9 @@ for _allowed in (
 ordered_effect = MPIEffect()
 
 
-# JAX gives the fast dispatch path to ahead-of-time compiled programs with ordered effects, and that
-# path forgets their tokens: from the second call on, `f.lower(x).compile()` raises "supplied 1
-# arguments but compiled program expected 2" (jax 0.10.2 and 0.12.0.1). They take the other path here.
+# JAX gives the fast dispatch path to ahead-of-time compiled programs with ordered effects, and
+# that path forgets their tokens: from the second call on, `f.lower(x).compile()` raises "supplied 1
+# arguments but compiled program expected 2" (jax 0.10.2 and 0.12.0.1). Here they take the other.
 _create_cpp_call = pxla.MeshExecutable.create_cpp_call
 
 

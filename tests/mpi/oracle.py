@@ -172,9 +172,7 @@ def operands(
 ) -> list[np.ndarray]:
     """The operands of all ranks of a communicator."""
     size = len(world)
-    return [
-        data(who, shape(name, r, size, arguments, row), dtype) for r, who in enumerate(world)
-    ]
+    return [data(who, shape(name, r, size, arguments, row), dtype) for r, who in enumerate(world)]
 
 
 def invoke(name: str, x: Any, comm: Any, arguments: tuple, **keywords: Any) -> Any:

@@ -124,8 +124,7 @@ EVERYTHING = {
     "rank": mpi.rank,
     "size": mpi.size,
     **{
-        name: (lambda comm, name=name: getattr(mpi, name)(by_rank(), comm=comm))
-        for name in OPERAND
+        name: (lambda comm, name=name: getattr(mpi, name)(by_rank(), comm=comm)) for name in OPERAND
     },
 }
 for _name, _call in EVERYTHING.items():

@@ -150,7 +150,10 @@ def test_random_keys_move(impl, road):
     cases = [(name, oracle.variants(name, size)[-1]) for name in MOVEMENTS]
     cases = [case for case in cases if case[0] != "sendrecv"]
     operands = [
-        [bits(r, (*oracle.shape(name, r, size, more), words), np.dtype(np.uint32)) for r in range(size)]
+        [
+            bits(r, (*oracle.shape(name, r, size, more), words), np.dtype(np.uint32))
+            for r in range(size)
+        ]
         for name, more in cases
     ]
     results = road(

@@ -102,9 +102,9 @@ def test_the_two_sides_may_differ(comm, road):
     world = oracle.members(comm)
     xs = [oracle.data(who, (r + 1, 2), dtypes[r % 3]) for r, who in enumerate(world)]
     template = jnp.zeros(xs[source].shape, xs[source].dtype)
-    y, status = road(
-        lambda x, t: mpi.sendrecv(x, t, source, dest, comm=comm, return_status=True)
-    )(jnp.asarray(xs[comm.rank]), template)
+    y, status = road(lambda x, t: mpi.sendrecv(x, t, source, dest, comm=comm, return_status=True))(
+        jnp.asarray(xs[comm.rank]), template
+    )
     assert_equal(y, xs[source])
     agree(numbers(status) == [source, 0, xs[source].size], f"{status}")
 
@@ -170,9 +170,7 @@ def test_messages_from_anybody_with_any_tag(own, comm, road):
     xs = [oracle.data(who, (6,)) for who in world]
     seen = []
     if comm.rank == 0:
-        receive = road(
-            lambda x: mpi.recv(x, source, tag=tag, comm=comm, return_status=True)
-        )
+        receive = road(lambda x: mpi.recv(x, source, tag=tag, comm=comm, return_status=True))
         for _ in range(comm.size - 1):
             y, status = receive(jnp.zeros(6))
             seen.append((*numbers(status), np.array_equal(y, xs[int(status.source)])))
@@ -209,7 +207,13 @@ def test_tags_of_an_exchange(comm, road):
     source, dest = ring(comm)
     y, status = road(
         lambda x: mpi.sendrecv(
-            x, -x, source, dest, sendtag=40 + comm.rank, recvtag=40 + source, comm=comm,
+            x,
+            -x,
+            source,
+            dest,
+            sendtag=40 + comm.rank,
+            recvtag=40 + source,
+            comm=comm,
             return_status=True,
         )
     )(jnp.full(3, comm.rank))
@@ -220,9 +224,9 @@ def test_tags_of_an_exchange(comm, road):
 def test_a_short_message_leaves_the_rest_of_the_template(comm, road):
     source, dest = ring(comm)
     x, template = jnp.full(3, comm.rank + 1.0), jnp.full(5, -7.0)
-    y, status = road(
-        lambda x, t: mpi.sendrecv(x, t, source, dest, comm=comm, return_status=True)
-    )(x, template)
+    y, status = road(lambda x, t: mpi.sendrecv(x, t, source, dest, comm=comm, return_status=True))(
+        x, template
+    )
     assert_equal(y, np.array(3 * [source + 1.0] + 2 * [-7.0]))
     agree(numbers(status) == [source, 0, 3], f"{status}")
     assert_equal(template, np.full(5, -7.0), "the template")
@@ -230,9 +234,9 @@ def test_a_short_message_leaves_the_rest_of_the_template(comm, road):
 
 def test_statuses_of_trees_are_those_of_the_last_leaf(road, world):
     source, dest = ring(world)
-    _, status = road(
-        lambda x: mpi.sendrecv(x, x, source, dest, sendtag=5, return_status=True)
-    )((jnp.zeros(2), jnp.zeros((3, 4))))
+    _, status = road(lambda x: mpi.sendrecv(x, x, source, dest, sendtag=5, return_status=True))(
+        (jnp.zeros(2), jnp.zeros((3, 4)))
+    )
     agree(isinstance(status, mpi.Status) and numbers(status) == [source, 5, 12], f"{status}")
 
 
@@ -272,9 +276,9 @@ def test_a_status_object_and_arrays_together(road, world):
 
     source, dest = ring(world)
     status = MPI.Status()
-    _, arrays = road(
-        lambda x: mpi.sendrecv(x, x, source, dest, status=status, return_status=True)
-    )(jnp.zeros(3))
+    _, arrays = road(lambda x: mpi.sendrecv(x, x, source, dest, status=status, return_status=True))(
+        jnp.zeros(3)
+    )
     agree(numbers(arrays) == [source, 0, 3], f"{arrays}")
     agree(status.Get_source() == source and status.Get_count(MPI.BYTE) == 24)
 
@@ -331,9 +335,7 @@ def test_an_exchange_that_is_too_long(road, world):
         jax.errors.JaxRuntimeError,
         match=rf"MPI_Sendrecv failed on rank {world.rank} of {world.size}.*peer {source}",
     ):
-        jax.block_until_ready(
-            road(lambda x: mpi.sendrecv(x, x[:3], source, dest))(jnp.zeros(5))
-        )
+        jax.block_until_ready(road(lambda x: mpi.sendrecv(x, x[:3], source, dest))(jnp.zeros(5)))
     agree(True)
     assert_all_is_well(world)
 

@@ -239,9 +239,7 @@ def test_the_large_count_road_of_messages(limit, road, count_limit, world):
 def test_a_short_message_on_the_large_count_road(count_limit, world):
     peer = world.rank
     count_limit(5)
-    y, status = mpi.sendrecv(
-        jnp.arange(3.0), jnp.full(8, 9.0), peer, peer, return_status=True
-    )
+    y, status = mpi.sendrecv(jnp.arange(3.0), jnp.full(8, 9.0), peer, peer, return_status=True)
     assert_equal(y, np.array([0.0, 1, 2, 9, 9, 9, 9, 9]))
     agree(int(status.count) == 3, f"{status}")
 
@@ -261,7 +259,9 @@ def test_without_in_place_a_donated_operand_is_right(world, without_in_place):
 
 
 def test_without_in_place_trees_and_triangles(road, world, without_in_place):
-    xs = [{"a": oracle.data(r, (3,)), "b": oracle.data(r, (9000,), seed=1)} for r in range(world.size)]
+    xs = [
+        {"a": oracle.data(r, (3,)), "b": oracle.data(r, (9000,), seed=1)} for r in range(world.size)
+    ]
     y = road(mpi.allreduce)(jax.tree.map(jnp.asarray, xs[world.rank]))
     for key in "ab":
         assert_equal(y[key], sum(x[key] for x in xs))
@@ -336,7 +336,15 @@ def _imaginary_diagonal(x):
     return (x * np.eye(x.shape[-1], dtype=x.dtype)).imag.astype(x.dtype) * x.dtype.type(1j)
 
 
-TRIANGLES = [np.float32, np.float64, np.complex64, np.complex128, np.float16, jnp.bfloat16, np.int32]
+TRIANGLES = [
+    np.float32,
+    np.float64,
+    np.complex64,
+    np.complex128,
+    np.float16,
+    jnp.bfloat16,
+    np.int32,
+]
 
 
 @pytest.mark.parametrize("dtype", TRIANGLES)

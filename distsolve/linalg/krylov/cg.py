@@ -110,50 +110,49 @@ def cg(
 ) -> tuple[Any, Info]:
     """Solve ``A x = b`` for a Hermitian positive definite ``A`` by conjugate gradients.
 
-        The equation is ``A x = b`` over all leaves of ``b`` together, with the inner product
-        ``Re <x, y>``; vectors are replicated: every rank of the world holds all of ``b`` and ``x``.
+    The equation is ``A x = b`` over all leaves of ``b`` together, with the inner product
+    ``Re <x, y>``; vectors are replicated: every rank of the world holds all of ``b`` and ``x``.
 
-        Parameters
-        ----------
-        A, b, x0, tol, atol, maxiter, M
-            As for all solvers: see the head of `distsolve.linalg.driver`. ``b``: pytree, replicated.
+    Parameters
+    ----------
+    A, b, x0, tol, atol, maxiter, M
+        As for all solvers: see the head of `distsolve.linalg.driver`. ``b``: pytree, replicated.
 
-        Returns
-        -------
-        x : pytree like ``b``, replicated
-        info : Info
-            Why the solve ended, equal on all ranks; ``info.raise_if_failed()`` outside jit.
+    Returns
+    -------
+    x : pytree like ``b``, replicated
+    info : Info
+        Why the solve ended, equal on all ranks; ``info.raise_if_failed()`` outside jit.
 
-        Raises
-        ------
-        TypeError, ValueError
-            While tracing, before any message is sent, for arguments that cannot work.
+    Raises
+    ------
+    TypeError, ValueError
+        While tracing, before any message is sent, for arguments that cannot work.
 
-        Notes
-        -----
-        Derivatives with respect to ``b`` and all that ``A`` closes over cost one more solve each,
-        forward and reverse. Called outside jit, it compiles once for each program that ``A`` and ``M``
-        amount to; other data, tolerances and limits run the same compiled code.
+    Notes
+    -----
+    Derivatives with respect to ``b`` and all that ``A`` closes over cost one more solve each,
+    forward and reverse. Called outside jit, it compiles once for each program that ``A`` and ``M``
+    amount to; other data, tolerances and limits run the same compiled code.
 
-        Communication
-        -------------
-        One product with ``A`` in each step and one at the end, for the true residual; one more if
-        ``x0`` is given. At more than one rank also one tiny allreduce in each step, and two or three
-        more in all, in which the ranks agree to stop.
+    Communication
+    -------------
+    One product with ``A`` in each step and one at the end, for the true residual; one more if
+    ``x0`` is given. At more than one rank also one tiny allreduce in each step, and two or three
+    more in all, in which the ranks agree to stop.
 
-        References
-        ----------
-        Hestenes and Stiefel (1952), doi:10.6028/jres.049.044.
+    References
+    ----------
+    Hestenes and Stiefel (1952), doi:10.6028/jres.049.044.
 
-        Examples
-        --------
-        >>> import jax.numpy as jnp
-    from jax.typing import ArrayLike
-        >>> from distsolve.linalg import cg
-        >>> diagonal = jnp.array([1.0, 2.0, 3.0])
-        >>> x, info = cg(lambda p: diagonal * p, jnp.ones(3))
-        >>> info.reason_name, int(info.iterations)
-        ('converged', 3)
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from distsolve.linalg import cg
+    >>> diagonal = jnp.array([1.0, 2.0, 3.0])
+    >>> x, info = cg(lambda p: diagonal * p, jnp.ones(3))
+    >>> info.reason_name, int(info.iterations)
+    ('converged', 3)
     """
     return driver.drive(
         METHOD, A, b, x0, tol=tol, atol=atol, maxiter=maxiter, M=M, space=Replicated()

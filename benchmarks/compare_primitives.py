@@ -9,6 +9,7 @@ usage: python benchmarks/compare_primitives.py [--rows 1,5] [--quick] [--json FI
 import argparse
 import importlib.util
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -267,6 +268,8 @@ def main():
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
     options = parser.parse_args()
+    # As an exception, so that the ranks of the run in progress are ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     repeats = 1 if options.quick else 5
     conditions = {"ranks": RANKS, "repeats": repeats, "quick": options.quick}
     conditions |= {"machine": describe(), "environment": thread_limits()}

@@ -4,6 +4,8 @@ An environment is a folder that holds `bin/python`, named for the end of the sup
 it stands for. Each cell runs `tests` on its ranks, then `tests/jobs` once per MPI, in plain pytest.
 What a cell printed is kept under `build/tests`, and shown in full if it failed.
 
+Tests marked `once` run in the first cell of an environment only.
+
     python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
 """
 
@@ -13,10 +15,13 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from launch import ROOT, Finished, job_environment, mpiexec, run_command
+from launch import ROOT, Finished, cores, job_environment, mpiexec, run_command
+from spmd import is_jobs
 
 LOGS = ROOT / "build/tests"
 CELL_SECONDS = 900.0
@@ -31,6 +36,11 @@ print("Python", platform.python_version(), *(f"{name} {version(name)}" for name 
 """
 
 
+def is_path(text: str) -> bool:
+    """Return whether an argument names a test file, a folder or a test in a file."""
+    return (ROOT / text.partition("::")[0]).exists()
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run of the suite; zero ranks stands for `tests/jobs`."""
@@ -39,6 +49,7 @@ class Cell:
     python: str
     mpi: str
     ranks: int
+    repeated: bool
 
     @property
     def name(self) -> str:
@@ -46,14 +57,23 @@ class Cell:
         what = f"{self.ranks} rank{'s'[: self.ranks > 1]}" if self.ranks else "jobs"
         return f"{self.end:7} {self.mpi:8} {what:7}"
 
+    def paths(self, arguments: list[str]) -> list[str]:
+        """Return the test paths of this cell: those asked for that are its kind, or all."""
+        asked = [text for text in arguments if is_path(text)]
+        kind = [text for text in asked if is_jobs(text) == (self.ranks == 0)]
+        return kind if asked else ["tests" if self.ranks else "tests/jobs"]
+
     def run(self, arguments: list[str], seconds: float) -> Finished:
         """Run this cell."""
+        arguments = [text for text in arguments if not is_path(text)] + self.paths(arguments)
         extra = {"DISTSOLVE_TEST_MPI": self.mpi}
+        if self.repeated:
+            extra["DISTSOLVE_TEST_REPEATED"] = "1"
         if self.ranks:
             command = [*mpiexec(self.mpi, self.ranks, self.python), self.python, *PYTEST]
-            command += ["--ignore=tests/jobs", *(arguments or ["tests"])]
+            command += ["--ignore=tests/jobs", *arguments]
         else:
-            command = [self.python, *PYTEST, *(arguments or ["tests/jobs"])]
+            command = [self.python, *PYTEST, *arguments]
         return run_command(command, seconds, job_environment(self.mpi, self.ranks or 1, extra))
 
 
@@ -114,12 +134,32 @@ def environments(options: argparse.Namespace) -> dict[str, str]:
 def cells(options: argparse.Namespace) -> list[Cell]:
     """Return the matrix: the ranks of an end, then its jobs, for each MPI."""
     ranks = split(options.ranks)
-    return [
-        Cell(end, python, mpi, int(number))
-        for end, python in environments(options).items()
-        for mpi in options.mpi.split(",")
-        for number in ranks.get(end, ranks.get("all", "1,2,3,0")).split(",")
-    ]
+    found = []
+    for end, python in environments(options).items():
+        numbers = ranks.get(end, ranks.get("all", "1,2,3,0")).split(",")
+        pairs = [(mpi, int(number)) for mpi in options.mpi.split(",") for number in numbers]
+        first = next((pair for pair in pairs if pair[1]), None)
+        found += [
+            Cell(end, python, *pair, repeated=bool(pair[1]) and pair != first) for pair in pairs
+        ]
+    return found
+
+
+def run_all(matrix: list[Cell], options: argparse.Namespace) -> Counter[str]:
+    """Run all cells, those of one rank side by side, and return the sum of their numbers."""
+    total: Counter[str] = Counter()
+
+    def run(cell: Cell) -> tuple[Cell, Finished]:
+        return cell, cell.run(options.pytest, options.seconds)
+
+    with ThreadPoolExecutor(cores()) as pool:
+        alone = [cell for cell in matrix if cell.ranks == 1]
+        others = [cell for cell in matrix if cell.ranks != 1]
+        for cell, done in chain(pool.map(run, alone), map(run, others)):
+            found = counts(done)
+            report(cell, done, found)
+            total += found
+    return total
 
 
 def main() -> None:
@@ -134,12 +174,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=CELL_SECONDS, help="limit of one cell")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args()
-    total: Counter[str] = Counter()
-    for cell in cells(options):
-        done = cell.run(options.pytest, options.seconds)
-        found = counts(done)
-        report(cell, done, found)
-        total += found
+    total = run_all([cell for cell in cells(options) if cell.paths(options.pytest)], options)
     if not total["passed"] and not total["failed"]:
         total["failed"] = 1  # a run that tested nothing is no success
     print(describe(total))

@@ -65,6 +65,7 @@ class Watchdog:
 
 
 watchdog = Watchdog()
+collect_errors: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ def comm(request: pytest.FixtureRequest) -> Any:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "watchdog(seconds): limit of this test")
+    config.addinivalue_line("markers", "once: no ranks, no MPI; one cell per environment is enough")
     watchdog.stderr = os.dup(2)  # capturing replaces descriptor 2 while a test runs
     if not on_ranks(config):
         return
@@ -196,12 +198,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "DISTSOLVE_TEST_REPEATED" not in os.environ:
+        return
+    repeated = [item for item in items if item.get_closest_marker("once")]
+    config.hook.pytest_deselected(items=repeated)
+    items[:] = [item for item in items if item not in repeated]
+
+
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
         collect_errors.append(report.longreprtext)
-
-
-collect_errors: list[str] = []
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

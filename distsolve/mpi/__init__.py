@@ -3,6 +3,7 @@
 Importing this module neither initialises MPI nor creates a JAX backend; the first call does.
 """
 
+from distsolve.mpi import lifecycle
 from distsolve.mpi.comm import ANY_SOURCE, ANY_TAG, PROC_NULL, set_chunk_bytes
 from distsolve.mpi.inspect import assert_in_place, call_count
 from distsolve.mpi.messages import Status, recv, send, sendrecv
@@ -43,6 +44,8 @@ from distsolve.mpi.ops import (
     scan,
     size,
 )
+
+lifecycle.abort_on_exception()
 
 __all__ = [
     "ANY_SOURCE",

@@ -68,6 +68,7 @@ _duplicates: dict[int, Any] = {}
 _next_id = 1
 _keyval: int | None = None
 _chunk_override: int | None = None
+_default_chunks: dict[int, int] = {}
 
 
 def resolve(comm: Any = None) -> Comm:
@@ -142,6 +143,7 @@ def _publish(handle: int | None, comm_id: int, rank: int, size: int, chunk: int)
     record = Comm(comm_id, rank, size)
     abi.add_comm(comm_id, handle or 0, rank, size, _chunk_override or chunk)
     _by_id[comm_id] = record
+    _default_chunks[comm_id] = chunk
     return record
 
 
@@ -187,12 +189,12 @@ def set_chunk_bytes(nbytes: int | None) -> None:
     Parameters
     ----------
     nbytes : int or None
-        Bytes, from 16 to 2**30. None goes back to the default for communicators made later.
+        Bytes, from 16 to 2**30. None goes back to each communicator's default.
     """
     global _chunk_override
     _chunk_override = None if nbytes is None else check_chunk(nbytes, "nbytes")
-    for comm_id in _by_id:
-        abi.set_chunk(comm_id, _chunk_override or CHUNK_ON_ONE_NODE)
+    for comm_id, default in _default_chunks.items():
+        abi.set_chunk(comm_id, _chunk_override or default)
 
 
 def as_chunk(chunk_bytes: int | None) -> int:

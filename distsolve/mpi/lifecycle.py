@@ -25,8 +25,6 @@ def start(MPI: Any) -> None:
     keyval = MPI.Comm.Create_keyval(delete_fn=_on_finalize)
     MPI.COMM_SELF.Set_attr(keyval, True)
     atexit.register(finish)
-    if MPI.COMM_WORLD.Get_size() > 1 and _wants_abort():
-        _abort_on_exception(MPI)
 
 
 def finish() -> None:
@@ -45,33 +43,59 @@ def _on_finalize(comm: Any, keyval: int, value: Any) -> None:
     abi.set_finalized()
 
 
+def abort_on_exception() -> None:
+    """Let an uncaught exception on one rank, in any thread, end the whole job.
+
+    The other ranks wait in a collective that this rank will never enter. Called at import, so that
+    it holds before MPI is touched; jobs of one rank keep the hooks that they have.
+    """
+    hook, thread_hook = sys.excepthook, threading.excepthook
+
+    def abort(kind: type[BaseException], value: BaseException | None, trace: Any) -> None:
+        MPI = _job_of_many_ranks()
+        if MPI is None:
+            hook(kind, value, trace)
+        else:
+            _abort(MPI, "".join(traceback.format_exception(kind, value, trace)))
+
+    def abort_from_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is SystemExit or _job_of_many_ranks() is None:
+            thread_hook(args)
+        else:
+            abort(args.exc_type, args.exc_value, args.exc_traceback)
+
+    sys.excepthook = abort
+    threading.excepthook = abort_from_thread
+
+
 def _wants_abort() -> bool:
-    """An uncaught exception ends the job unless told otherwise, or a debugger is watching."""
+    """Unless told otherwise, or a debugger or a person at a prompt is watching."""
     setting = os.environ.get("DISTSOLVE_ABORT", "")
     if setting:
         return setting != "0"
     return sys.gettrace() is None and not hasattr(sys, "ps1") and not sys.flags.interactive
 
 
-def _abort_on_exception(MPI: Any) -> None:
-    """Let an uncaught exception on one rank, in any thread, end the whole job.
+def _job_of_many_ranks() -> Any:
+    """mpi4py's module, where an uncaught exception must end a job of more than one rank."""
+    if not _wants_abort() or os.environ.get("DISTSOLVE_NO_MPI", "") not in ("", "0"):
+        return None
+    launched = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"))
+    if "mpi4py.MPI" not in sys.modules and not launched:
+        return None
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        return None
+    if not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.Get_size() == 1:
+        return None
+    return MPI
 
-    The other ranks wait in a collective that this rank will never enter.
-    """
+
+def _abort(MPI: Any, text: str) -> None:
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-
-    def abort(kind: type[BaseException], value: BaseException | None, trace: Any) -> None:
-        lines = traceback.format_exception(kind, value, trace)
-        sys.stdout.flush()
-        sys.stderr.write(f"rank {rank} of {size}: uncaught exception, ending the job\n")
-        sys.stderr.write("".join(f"rank {rank}: {line}\n" for line in "".join(lines).splitlines()))
-        sys.stderr.flush()
-        if not MPI.Is_finalized():
-            MPI.COMM_WORLD.Abort(1)
-
-    def abort_from_thread(args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is not SystemExit:
-            abort(args.exc_type, args.exc_value, args.exc_traceback)
-
-    sys.excepthook = abort
-    threading.excepthook = abort_from_thread
+    sys.stdout.flush()
+    sys.stderr.write(f"rank {rank} of {size}: uncaught exception, ending the job\n")
+    sys.stderr.write("".join(f"rank {rank}: {line}\n" for line in text.splitlines()))
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(1)

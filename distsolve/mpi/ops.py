@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from distsolve.mpi import table
+from distsolve.mpi._jaxcompat import is_tracing
 from distsolve.mpi.carrier import as_array, encode
 from distsolve.mpi.comm import as_chunk, check_root, resolve
 from distsolve.mpi.library import load
@@ -195,7 +196,12 @@ def check_leading(x: Any, wanted: int, call: str) -> None:
 
 
 def reduce_scatter(
-    x: Any, op: Any = SUM, *, comm: Any = None, chunk_bytes: int | None = None
+    x: Any,
+    op: Any = SUM,
+    *,
+    comm: Any = None,
+    donate: bool = False,
+    chunk_bytes: int | None = None,
 ) -> Any:
     """Combine blocks over all ranks; rank r gets block r.
 
@@ -203,6 +209,8 @@ def reduce_scatter(
     ----------
     x : pytree of arrays (size, *shape)
         The leading axis has one block per rank.
+    donate : bool
+        Outside jit: consume `x`. Its memory is larger than the result's, so it is freed, not used.
     op, comm, chunk_bytes : as for `allreduce`.
 
     Returns
@@ -217,7 +225,10 @@ def reduce_scatter(
         leaf = as_array(leaf, call)
         check_op(op, leaf.dtype, call)
         check_leading(leaf, record.size, call)
-        return table.reduce_scatter(leaf, chunk=chunk, comm=record.id, op=int(op))[0]
+        (y,) = table.reduce_scatter(leaf, chunk=chunk, comm=record.id, op=int(op))
+        if donate and not is_tracing():
+            leaf.delete()
+        return y
 
     return jax.tree.map(one, x)
 

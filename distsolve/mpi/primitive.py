@@ -55,6 +55,7 @@ class OpSpec:
     batch : (bind, operands, dims, params) -> (results, dims), always one MPI call.
     derivative : params -> why there is none, or None where the operation is linear.
     joint : whether tangents travel in the same message as the values.
+    silent : whether there are no results, so that JAX would forget the call in reverse mode.
     transpose : (cotangents, operand avals, params) -> cotangents of the operands, or None.
     """
 
@@ -65,6 +66,7 @@ class OpSpec:
     aliases: Callable[[Avals, Avals, dict], dict[int, int]] = no_aliases
     derivative: Callable[[dict], str | None] = lambda params: None
     joint: bool = False
+    silent: bool = False
     transpose: Callable[..., list] | None = None
 
     def __post_init__(self) -> None:
@@ -103,9 +105,15 @@ def run_eagerly(primitive: Primitive, operands: Sequence, donate: bool, params: 
         forget_failed_tokens()
         raise
     function = _executable(primitive, len(operands) if donate else 0, tuple(params.items()))
-    results = function(*operands)
-    for result in results:
-        result.block_until_ready()
+    try:
+        results = function(*operands)
+        for result in results:
+            result.block_until_ready()
+    except ValueError as error:
+        # JAX's fast path gives this type to what it calls JaxRuntimeError elsewhere.
+        if not str(error).startswith("INTERNAL: "):
+            raise
+        raise jax.errors.JaxRuntimeError(str(error)) from None
     return results
 
 
@@ -134,6 +142,8 @@ def make_primitive(spec: OpSpec) -> MPIPrimitive:
     if spec.joint:
         pe.custom_partial_eval_rules[primitive] = functools.partial(_partial_eval, made)
         pe.partial_eval_jaxpr_custom_rules[primitive] = _partial_eval_jaxpr
+    if spec.silent:
+        pe.custom_partial_eval_rules[primitive] = functools.partial(_refuse_waiting, made)
     return made
 
 
@@ -215,6 +225,13 @@ def _partial_eval(made: MPIPrimitive, trace: Any, *tracers: Any, **params: Any):
         for i, tracer in zip(waiting, staged, strict=True):
             results[i] = tracer
     return results
+
+
+def _refuse_waiting(made: MPIPrimitive, trace: Any, *tracers: Any, **params: Any):
+    """A call without results cannot wait for its operands: nothing would ask for it later."""
+    if all(t.pval.is_known() for t in tracers):
+        return made.primitive.bind(*(t.pval.get_known() for t in tracers), **params)
+    raise NotImplementedError(made.spec.derivative(params))
 
 
 def _partial_eval_jaxpr(saveable: Any, unknown: Sequence[bool], inst: Sequence[bool], eqn: Any):

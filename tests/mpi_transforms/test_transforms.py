@@ -299,8 +299,8 @@ same on every rank, and so are their cotangents: each rank gets its own share of
 every rank. `allreduce_symmetric` is differentiated along symmetric or Hermitian matrices.
 
 A derivative is MPI calls too, so every rank must differentiate through the same calls: an operand
-that depends on the parameters on one rank and is a constant on another gives the two ranks different
-messages. Let it depend on them everywhere, if need be as `0 * x`.
+that depends on the parameters on one rank and is a constant on another gives the two ranks
+different messages. Let it depend on them everywhere, if need be as `0 * x`.
 
 Written by `python tests/mpi_transforms/test_transforms.py --write docs/transforms.md`.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -75,6 +76,7 @@ def _kind(dtype: np.dtype) -> str:
     return "complex" if jnp.issubdtype(dtype, jnp.complexfloating) else "floating"
 
 
+@functools.cache
 def check_op(op: Op, dtype: np.dtype, call: str) -> None:
     """Raise unless the operation is defined for the dtype."""
     if dtype not in DTYPES:

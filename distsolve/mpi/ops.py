@@ -58,6 +58,10 @@ def _each_dtype(
     x: Any, call: str, bind: Callable[[list], list], check: Callable[[Any], None] | None = None
 ) -> Any:
     """Apply a many-operand primitive to a pytree: one bind, so one message, per dtype."""
+    if isinstance(x, jax.Array):
+        if check is not None:
+            check(x.dtype)
+        return bind([x])[0]
     leaves, tree = jax.tree.flatten(x)
     leaves = [as_array(leaf, call) for leaf in leaves]
     groups: dict[Any, list[int]] = {}

@@ -124,9 +124,14 @@ cdef int call_mpi(const Job *job, const char *send, char *recv, int64_t count) n
 
 
 cdef int run_direct(const Job *job, char *src, char *dst, int64_t count) noexcept nogil:
-    cdef int64_t step = max(job.chunk // job.item, 1)
+    cdef int64_t step
     cdef int64_t done = 0
     cdef int code = 0
+    if count == 0:
+        return 0
+    if count * job.item <= job.chunk:
+        return call_mpi(job, src, dst, count)
+    step = max(job.chunk // job.item, 1)
     while done < count and code == 0:
         step = min(step, count - done)
         code = call_mpi(job, src + done * job.item, dst + done * job.item, step)

@@ -123,10 +123,14 @@ def power_of_two(value, x):
     Multiplying the vector ``x`` by it, or by its reciprocal, is exact, so the solve of a scaled
     system takes the very same steps. Both are normal numbers in every leaf's dtype.
     """
+    limit = 2.0 ** (min(int(jnp.finfo(leaf.dtype).maxexp) for leaf in jax.tree.leaves(x)) - 2)
     usable = jnp.isfinite(value) & (value > 0)
-    _, exponent = jnp.frexp(jnp.where(usable, value, jnp.full_like(value, 0.5)))
-    limit = min(int(jnp.finfo(leaf.dtype).maxexp) for leaf in jax.tree.leaves(x)) - 2
-    return jnp.ldexp(jnp.ones_like(value), jnp.clip(exponent, -limit, limit))
+    value = jnp.clip(jnp.where(usable, value, jnp.ones_like(value)), 1 / limit, limit)
+    # A positive float with its mantissa cleared is a power of two; infinity is the mask for that.
+    integer = jnp.uint64 if value.dtype == jnp.float64 else jnp.uint32
+    exponent_bits = jax.lax.bitcast_convert_type(jnp.full_like(value, jnp.inf), integer)
+    bits = jax.lax.bitcast_convert_type(value, integer) & exponent_bits
+    return jax.lax.bitcast_convert_type(bits, value.dtype)
 
 
 def safe_ratio(numerator, denominator):

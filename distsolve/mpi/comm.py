@@ -171,12 +171,13 @@ def _chunk_from_environment() -> int | None:
 
 def check_chunk(nbytes: int, name: str) -> int:
     """Raise unless a chunk can hold an element and be counted by an int."""
-    if not 16 <= nbytes <= _MAX_CHUNK:
+    value = as_int(nbytes, f"`{name}`")
+    if not 16 <= value <= _MAX_CHUNK:
         raise ValueError(
-            f"`{name}` is {nbytes}; expected a number of bytes from 16 to {_MAX_CHUNK}, the same "
+            f"`{name}` is {value}; expected a number of bytes from 16 to {_MAX_CHUNK}, the same "
             "on all ranks."
         )
-    return int(nbytes)
+    return value
 
 
 def set_chunk_bytes(nbytes: int | None) -> None:
@@ -202,19 +203,20 @@ def as_chunk(chunk_bytes: int | None) -> int:
     return 0 if chunk_bytes is None else check_chunk(chunk_bytes, "chunk_bytes")
 
 
-def _as_int(value: Any, name: str, call: str) -> int:
+def as_int(value: Any, what: str) -> int:
+    """An int, also from a NumPy or JAX scalar; `what` names the argument in the error."""
     try:
         return operator.index(value)
     except TypeError:
         raise TypeError(
-            f"`{name}` of {call} is {value!r} of type {type(value).__name__}; expected an int "
-            "that is known while tracing."
+            f"{what} is {value!r} of type {type(value).__name__}; expected an int that is known "
+            "while tracing."
         ) from None
 
 
 def check_root(root: Any, comm: Comm, call: str) -> int:
     """Raise unless `root` is a rank of the communicator."""
-    value = _as_int(root, "root", call)
+    value = as_int(root, f"`root` of {call}")
     if not 0 <= value < comm.size:
         raise ValueError(
             f"`root` of {call} is {value}; expected a rank from 0 to {comm.size - 1} of the "
@@ -225,10 +227,12 @@ def check_root(root: Any, comm: Comm, call: str) -> int:
 
 def check_peer(peer: Any, comm: Comm, name: str, call: str) -> int:
     """A rank, or the canonical number of a wildcard; ``ANY_SOURCE`` only where it is a source."""
-    value = _as_int(peer, name, call)
+    value = as_int(peer, f"`{name}` of {call}")
     if 0 <= value < comm.size:
         return value
     library = load()
+    if peer is ANY_TAG:  # in some MPI libraries the number of PROC_NULL
+        value = comm.size
     if value == library.proc_null:
         return abi.PROC_NULL
     if value == library.any_source and name != "dest":
@@ -242,9 +246,9 @@ def check_peer(peer: Any, comm: Comm, name: str, call: str) -> int:
 
 def check_tag(tag: Any, name: str, call: str) -> int:
     """A tag, or the canonical number of ``ANY_TAG`` where the tag is one to receive."""
-    value = _as_int(tag, name, call)
+    value = as_int(tag, f"`{name}` of {call}")
     receives = name == "recvtag" or call == "recv"
-    if receives and value == load().any_tag:
+    if receives and value == load().any_tag and tag is not PROC_NULL:
         return abi.ANY_TAG
     if not 0 <= value <= _MAX_TAG:
         raise ValueError(
@@ -255,6 +259,16 @@ def check_tag(tag: Any, name: str, call: str) -> int:
 
 
 _statuses: dict[int, tuple[int, Any]] = {}
+
+
+def check_status(status: Any) -> None:
+    """Raise unless a status is mpi4py's, or None."""
+    MPI = load().MPI
+    if status is not None and (MPI is None or not isinstance(status, MPI.Status)):
+        raise TypeError(
+            f"`status` is {status!r} of type {type(status).__name__}; expected an "
+            "mpi4py.MPI.Status or None; where there is no MPI, use return_status=True."
+        )
 
 
 def status_id(status: Any) -> int:

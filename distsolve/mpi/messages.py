@@ -13,6 +13,7 @@ from distsolve.mpi.comm import (
     ANY_SOURCE,
     ANY_TAG,
     check_peer,
+    check_status,
     check_tag,
     fill_status,
     resolve,
@@ -88,6 +89,7 @@ def _refuse_nothing(leaves: list, name: str, call: str) -> None:
 
 def _in_program(status: Any) -> int:
     """The number under which a compiled program fills the user's status; eager calls need none."""
+    check_status(status)
     return status_id(status) if is_tracing() else 0
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "Zero",
     "abstract_token",
     "ad",
+    "apply_primitive",
     "batching",
     "forget_failed_tokens",
     "instantiate_zero",
@@ -24,12 +25,14 @@ __all__ = [
     "n_devices",
     "ordered_effect",
     "pe",
+    "platforms",
     "wait_for_ordered",
     "with_token",
     "zero_tangent",
 ]
 
 Primitive = core.Primitive
+apply_primitive = dispatch.apply_primitive
 ShapedArray = core.ShapedArray
 Zero = ad.Zero
 abstract_token = core.abstract_token
@@ -108,6 +111,11 @@ def with_token(ctx, lower, operands, **attributes):
     *results, token = lower(extended, *operands, token, **attributes)
     ctx.set_tokens_out(mlir.TokenSet({ordered_effect: token}))
     return results
+
+
+def platforms(ctx) -> tuple[str, ...]:
+    """The platforms that a program is compiled for."""
+    return tuple(ctx.module_context.platforms)
 
 
 def n_devices(ctx) -> int:

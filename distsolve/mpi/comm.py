@@ -82,9 +82,9 @@ def resolve(comm: Any = None) -> Comm:
     global _world
     if comm is None:
         if _world is None:
-            _world = _resolve(getattr(load().MPI, "COMM_WORLD", None))
+            _world = _record(live(None))
         return _world
-    return _resolve(comm)
+    return _record(live(comm))
 
 
 def of_id(comm_id: int) -> Comm:
@@ -92,7 +92,8 @@ def of_id(comm_id: int) -> Comm:
     return _by_id[comm_id]
 
 
-def _resolve(comm: Any) -> Comm:
+def live(comm: Any) -> Any:
+    """The communicator itself (None: the world), or an error; None where there is no MPI."""
     MPI = load().MPI
     if MPI is None:
         if comm is not None:
@@ -100,7 +101,11 @@ def _resolve(comm: Any) -> Comm:
                 f"`comm` is {comm!r}, but with DISTSOLVE_NO_MPI=1 there is only the world of one "
                 "rank: pass None."
             )
-        return _world or _publish(None, 0, 0, 1, CHUNK_ON_ONE_NODE)
+        return None
+    if MPI.Is_finalized():
+        raise RuntimeError("MPI has been finalised: distsolve.mpi cannot be used any more.")
+    if comm is None:
+        return MPI.COMM_WORLD
     if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
         raise ValueError(
             "`comm` is COMM_NULL: it was freed, or this rank is not one of its members. Pass a "
@@ -111,10 +116,14 @@ def _resolve(comm: Any) -> Comm:
             f"`comm` is {comm!r} of type {type(comm).__name__}; expected an "
             "mpi4py.MPI.Intracomm, or None for the world."
         )
-    if MPI.Is_finalized():
-        raise RuntimeError("MPI has been finalised: distsolve.mpi cannot be used any more.")
+    return comm
+
+
+def _record(comm: Any) -> Comm:
+    if comm is None:
+        return _world or _publish(None, 0, 0, 1, CHUNK_ON_ONE_NODE)
     record = None if _keyval is None else comm.Get_attr(_keyval)
-    return record if record is not None else _duplicate(MPI, comm)
+    return record if record is not None else _duplicate(load().MPI, comm)
 
 
 def _duplicate(MPI: Any, comm: Any) -> Comm:

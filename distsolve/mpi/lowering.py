@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from distsolve.mpi._jaxcompat import n_devices, with_token
+from distsolve.mpi._jaxcompat import n_devices, platforms, with_token
 
 if TYPE_CHECKING:
     from distsolve.mpi.primitive import OpSpec
@@ -23,6 +23,11 @@ def lower(spec: OpSpec, ctx, *operands, ordered, **params):
         raise NotImplementedError(
             f"{spec.name} inside a program over {n_devices(ctx)} devices: each process must "
             "compute on one device. Inside `shard_map` use `jax.lax.psum` and its kin."
+        )
+    if platforms(ctx) != ("cpu",):
+        raise NotImplementedError(
+            f"{spec.name} on platform {', '.join(platforms(ctx))}: only CPU buffers can be reduced "
+            "so far. Run with JAX_PLATFORMS=cpu, or place the data on a CPU device."
         )
     rule = jax.ffi.ffi_lowering(
         f"distsolve_{spec.name}",

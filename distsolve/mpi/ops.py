@@ -10,20 +10,22 @@ import jax
 from distsolve.mpi import table
 from distsolve.mpi._jaxcompat import is_tracing
 from distsolve.mpi.carrier import as_array, encode
-from distsolve.mpi.comm import as_chunk, check_root, resolve
+from distsolve.mpi.comm import as_chunk, check_root, live, resolve
 from distsolve.mpi.library import load
 from distsolve.mpi.operations import SUM, Op, check_op
 from distsolve.mpi.primitive import MPIPrimitive
 
 
 def rank(comm: Any = None) -> int:
-    """Give this process's rank in a communicator (None: the world)."""
-    return resolve(comm).rank
+    """Give this process's rank in a communicator (None: the world), without any communication."""
+    members = live(comm)
+    return 0 if members is None else members.Get_rank()
 
 
 def size(comm: Any = None) -> int:
-    """Give the number of ranks of a communicator (None: the world)."""
-    return resolve(comm).size
+    """Give the number of ranks of a communicator (None: the world), without any communication."""
+    members = live(comm)
+    return 1 if members is None else members.Get_size()
 
 
 def prepare(comm: Any = None) -> None:

@@ -21,6 +21,7 @@ from distsolve.mpi._jaxcompat import (
     ShapedArray,
     Zero,
     ad,
+    apply_primitive,
     batching,
     forget_failed_tokens,
     instantiate_zero,
@@ -124,6 +125,8 @@ def make_primitive(spec: OpSpec) -> MPIPrimitive:
     made = MPIPrimitive(spec, primitive)
 
     def impl(*operands: Any, ordered: bool, **params: Any) -> list[Any]:
+        if not ordered:  # `jax.disable_jit` has opened the executable of an eager call
+            return apply_primitive(primitive, *operands, ordered=False, **params)
         return run_eagerly(primitive, operands, False, params)
 
     def abstract_eval(*avals: ShapedArray, ordered: bool, **params: Any):

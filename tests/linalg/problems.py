@@ -2,8 +2,12 @@
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
+import pytest
+from spmd import ranks
+
+# For what takes long to compile and is the same on any number of ranks.
+alone = pytest.mark.skipif(ranks().size > 1, reason="no rank differs: runs on one")
 
 
 class System(NamedTuple):
@@ -79,7 +83,3 @@ def samples(size, unknowns=12, dtype=np.float64, seed=3):
             rows = rows + 1j * random.standard_normal(shape)
         pieces.append(rows.astype(dtype))
     return Samples(pieces, 0.1, random.standard_normal(unknowns).astype(dtype))
-
-
-# One tree with a real and a complex leaf, as wave functions with real and complex parameters have.
-MIXED = {"real": jnp.zeros((3, 2)), "complex": jnp.zeros(4, jnp.complex128)}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import scipy.sparse.linalg
 from linalg import problems
+from linalg.problems import alone
 from spmd import agree, assert_allclose, ranks
 
 from distsolve import mpi
@@ -215,6 +216,7 @@ def test_default_limit_is_ten_times_the_size():
     agree(int(info.iterations) == 40 and info.reason_name == "fixed_steps", info.message)
 
 
+@alone
 def test_tree_of_real_and_complex_leaves():
     real, complex_ = problems.random_spd(6, seed=4), problems.random_spd(4, np.complex128, seed=5)
     b = {"real": real.b.reshape(3, 2), "complex": complex_.b}
@@ -232,6 +234,7 @@ def test_tree_of_real_and_complex_leaves():
     agree(x["real"].dtype == np.float64 and x["complex"].dtype == np.complex128)
 
 
+@alone
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision(dtype):
     x, info = cg(lambda p: p * jnp.asarray([1, 2, 4], dtype), jnp.ones(3, dtype), tol=0.05)
@@ -248,6 +251,7 @@ class Product:
         return self.matrix @ p
 
 
+@alone
 def test_kinds_of_operator():
     system = problems.diagonal([1, 2, 3])
     matrix = jnp.asarray(system.matrix)
@@ -371,6 +375,7 @@ def test_unjitted_gradients_compile_once(compilations):
     agree(0 < counts[2] == counts[-1], f"compilations after each call: {counts}")
 
 
+@alone
 def test_callback_in_the_operator():
     def A(p):
         return jax.pure_callback(lambda p: 2 * np.asarray(p), p, p)
@@ -379,6 +384,7 @@ def test_callback_in_the_operator():
         check(cg(A, jnp.ones(2)), [0.5, 0.5], "converged", 1)
 
 
+@alone
 def test_rule_of_the_operator_is_its_own():
     """Two operators that differ only in a derivative rule are not taken for one another."""
 
@@ -395,6 +401,7 @@ def test_rule_of_the_operator_is_its_own():
         assert_allclose(gradient(factor), -0.75 * factor)
 
 
+@alone
 def test_attribute_that_changes_is_seen():
     class Scaled:
         factor = 2.0
@@ -408,6 +415,7 @@ def test_attribute_that_changes_is_seen():
     check(cg(A, jnp.ones(2)), [0.25, 0.25], "converged", 1)
 
 
+@alone
 def test_report_inside_jit():
     seen = []
 

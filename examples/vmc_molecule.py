@@ -197,7 +197,8 @@ def main(arguments: list[str] | None = None) -> None:
         seconds = time.perf_counter() - begin
         print(
             f"{molecule.name}: {theta.size} parameters, {options.walkers} walkers on "
-            f"{mpi.size()} rank{'s'[: mpi.size() > 1]}, {options.steps} steps, {seconds:.0f} s; plot in {options.output}"
+            f"{mpi.size()} rank{'s'[: mpi.size() > 1]}, {options.steps} steps, {seconds:.0f} s; "
+            f"plot in {options.output}"
         )
         print(summary(molecule, energy, error))
 

@@ -21,6 +21,8 @@ ORDER = [
     "distsolve.linalg.driver",
     "distsolve.linalg.space",
     "distsolve.linalg.trees",
+    "distsolve.mpi.messages",
+    "distsolve.mpi.movement",
     "distsolve.mpi.ops",
     "distsolve.mpi.table",
     "distsolve.mpi.primitive",

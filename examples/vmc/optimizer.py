@@ -68,8 +68,7 @@ def schedule(k: int, steps: int) -> tuple[float, float]:
         Added to the diagonal of S.
     """
     progress = k / max(steps - 1, 1)
-    # Below 1e-3 the last steps fit the noise of 2000 walkers, and the variance rises again.
-    return 0.2 * (1 - progress) + 0.02 * progress, 1e-2 * 0.1**progress
+    return 0.2 * (1 - progress) + 0.02 * progress, 1e-2 * 0.01**progress
 
 
 def start(theta: jax.Array, walkers: Walkers, log_psi: Callable, molecule: Molecule) -> State:

@@ -131,10 +131,36 @@ if rank == {late}:
     assert run_ranks(program, np=2).check().seconds < 30
 
 
+def test_rank_that_raises_before_its_first_call_ends_the_job():
+    program = """
+from mpi4py import MPI
+from distsolve import mpi
+if MPI.COMM_WORLD.rank == 1:
+    raise ValueError("no such molecule")
+mpi.allreduce(1.0)
+"""
+    done = run_ranks(program, np=2, timeout=20)
+    assert done.returncode != 0
+    assert not done.timed_out
+    assert "rank 1 of 2: uncaught exception" in done.stderr
+    assert "no such molecule" in done.stderr
+
+
 def test_debugging_can_keep_the_job():
-    """DISTSOLVE_ABORT=0 leaves Python's own hook, so one rank's exception is its own."""
-    program = HEADER + "assert sys.excepthook is sys.__excepthook__\n"
-    run_ranks(program, np=2, env={"DISTSOLVE_ABORT": "0"}).check()
+    """With DISTSOLVE_ABORT=0 an exception is its own rank's alone: the other goes on to its end."""
+    program = (
+        HEADER
+        + """
+if rank == 1:
+    raise ValueError("no such molecule")
+time.sleep(1)
+print("went on", flush=True)
+"""
+    )
+    done = run_ranks(program, np=2, env={"DISTSOLVE_ABORT": "0"})
+    assert "no such molecule" in done.stderr
+    assert "ending the job" not in done.stderr
+    assert "went on" in done.stdout
 
 
 def test_calls_after_finalize_raise():

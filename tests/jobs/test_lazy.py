@@ -4,7 +4,7 @@ import os
 import sys
 
 import pytest
-from launch import job_environment, mpi_name, run_command, run_ranks
+from launch import job_environment, mpi_name, openmpi_prefix, run_command, run_ranks
 
 IMPORTS = """
 import sys
@@ -19,7 +19,9 @@ print("lazy")
 
 
 def run_alone(program, **extra):
-    """Run a program without a launcher."""
+    """Run a program without a launcher, which would have told where Open MPI's libraries are."""
+    if mpi_name() == "openmpi":
+        extra["LD_LIBRARY_PATH"] = str(openmpi_prefix() / "lib")
     env = job_environment(mpi_name(), 1, extra)
     return run_command([sys.executable, "-c", program], 60, env).check()
 

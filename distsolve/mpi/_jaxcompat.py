@@ -78,7 +78,7 @@ def _without_losing_tokens(executable, params):
     return _create_cpp_call(executable, params)
 
 
-pxla.MeshExecutable.create_cpp_call = _without_losing_tokens
+pxla.MeshExecutable.create_cpp_call = _without_losing_tokens  # type: ignore[method-assign]
 
 
 def is_tracing() -> bool:

@@ -36,6 +36,10 @@ class Library:
     proc_null: int
     op_of_handle: dict[int, Op]
 
+    def op_of(self, op: Any) -> Op | None:
+        """Our number of one of mpi4py's operations; None for one that the user made."""
+        return self.op_of_handle.get(self.MPI._handleof(op))
+
 
 _library: Library | None = None
 _loading = threading.Lock()
@@ -141,7 +145,7 @@ def _addresses(MPI: Any) -> dict[str, int]:
                 f"The MPI library that mpi4py runs has no {name}: {MPI.Get_library_version()!r}. "
                 "MPI 3.0 or newer is needed."
             )
-        found[name] = ctypes.cast(function, ctypes.c_void_p).value
+        found[name] = ctypes.cast(function, ctypes.c_void_p).value or 0
     return found
 
 

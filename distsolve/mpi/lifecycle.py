@@ -51,7 +51,7 @@ def abort_on_exception() -> None:
     """
     hook, thread_hook = sys.excepthook, threading.excepthook
 
-    def abort(kind: type[BaseException], value: BaseException | None, trace: Any) -> None:
+    def abort(kind: type[BaseException], value: Any, trace: Any) -> None:
         MPI = _job_of_many_ranks()
         if MPI is None:
             hook(kind, value, trace)

@@ -26,7 +26,7 @@ class Status(NamedTuple):
 
     source: jax.Array
     tag: jax.Array
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count
 
 
 def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> None:

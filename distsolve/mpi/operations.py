@@ -93,18 +93,12 @@ def check_op(op: Op, dtype: np.dtype, call: str) -> None:
 
 def identity(op: Op, dtype: np.dtype) -> bytes:
     """The element that leaves the others as they are, as it lies in memory."""
-    is_float = _kind(dtype) == "floating"
-    info = (
-        None
-        if dtype == np.bool_ or _kind(dtype) == "complex"
-        else (jnp.finfo(dtype) if is_float else jnp.iinfo(dtype))
-    )
-    if op == MIN:
-        value = np.inf if is_float else info.max
-    elif op == MAX:
-        value = -np.inf if is_float else info.min
-    elif op == BAND:
+    if op == BAND:
         return b"\xff" * dtype.itemsize
+    if op in (MIN, MAX) and _kind(dtype) == "floating":
+        value = np.inf if op == MIN else -np.inf
+    elif op in (MIN, MAX):
+        value = jnp.iinfo(dtype).max if op == MIN else jnp.iinfo(dtype).min
     else:
         value = 1 if op in (PROD, LAND) else 0
     return np.array(value).astype(dtype).tobytes()

@@ -43,7 +43,7 @@ def _as_op(op: Any, call: str) -> Op:
         return op
     library = load()
     if library.MPI is not None and isinstance(op, library.MPI.Op):
-        known = library.op_of_handle.get(library.MPI._handleof(op))
+        known = library.op_of(op)
         if known is not None:
             return known
         raise ValueError(

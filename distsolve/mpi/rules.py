@@ -116,7 +116,7 @@ def my_rows(params: dict) -> int:
 
 def message_and_status(avals: Avals, params: dict) -> list[ShapedArray]:
     """The received array, and (source, tag, count)."""
-    integer = np.int64 if jax.config.jax_enable_x64 else np.int32
+    integer = np.int64 if jax.config.read("jax_enable_x64") else np.int32
     return [ShapedArray(avals[-1].shape, avals[-1].dtype), ShapedArray((3,), np.dtype(integer))]
 
 

@@ -12,7 +12,7 @@ from distsolve.mpi._jaxcompat import Primitive, ShapedArray, ad, batching, mlir
 from distsolve.mpi.comm import of_id
 from distsolve.mpi.native.abi import ANY_SOURCE, ANY_TAG
 from distsolve.mpi.operations import SUM
-from distsolve.mpi.primitive import OpSpec, make_primitive
+from distsolve.mpi.primitive import MPIPrimitive, OpSpec, make_primitive
 
 # ---- pvary: the identity on a replicated value that enters per-rank work (design D6) ----
 
@@ -59,7 +59,7 @@ def _reduce_scatter_transpose(cts: list, avals: rules.Avals, params: dict) -> li
     return [_pvary(allgather(*cts, comm=params["comm"])[0], params)]
 
 
-allreduce = make_primitive(
+allreduce: MPIPrimitive = make_primitive(
     OpSpec(
         name="allreduce",
         attributes=("chunk", "comm", "op"),
@@ -208,7 +208,7 @@ allgather = make_primitive(
     )
 )
 
-alltoall = make_primitive(
+alltoall: MPIPrimitive = make_primitive(
     OpSpec(
         name="alltoall",
         attributes=("comm",),
@@ -276,7 +276,7 @@ allgatherv = make_primitive(
     )
 )
 
-alltoallv = make_primitive(
+alltoallv: MPIPrimitive = make_primitive(
     OpSpec(
         name="alltoallv",
         attributes=("comm", "recv_counts", "send_counts"),

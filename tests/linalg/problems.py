@@ -83,3 +83,13 @@ def samples(size, unknowns=12, dtype=np.float64, seed=3):
             rows = rows + 1j * random.standard_normal(shape)
         pieces.append(rows.astype(dtype))
     return Samples(pieces, 0.1, random.standard_normal(unknowns).astype(dtype))
+
+
+class Product:
+    """Supports `@` and nothing else."""
+
+    def __init__(self, matrix):
+        self.matrix = matrix
+
+    def __matmul__(self, p):
+        return self.matrix @ p

@@ -11,15 +11,14 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from distsolve.mpi.native.abi cimport (
-    ALLREDUCE, BCAST, EXSCAN, REDUCE, REDUCE_SCATTER_BLOCK, SCAN, Call, Comm, Handle, address,
-    bcast_t, combine_t, constants, count_call, identity, mpi_op, mpi_type, reduce_t,
+    BCAST, EXSCAN, REDUCE, REDUCE_SCATTER_BLOCK, Call, Comm, address, bcast_t, combine_t,
+    constants, count_call, identity, mpi_op, mpi_type, reduce_t,
 )
 from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_BF16, XLA_FFI_DataType_C64, XLA_FFI_DataType_C128, XLA_FFI_DataType_F16,
-    XLA_FFI_DataType_F32,
-    Buffer, Frame, bfloat16_to_float, ffi_arg, ffi_count, ffi_item, ffi_operands, ffi_ret, float16_to_float,
-    float_to_bfloat16, float_to_float16, pthread_mutex_init, pthread_mutex_t,
-    pthread_mutex_trylock, pthread_mutex_unlock,
+    XLA_FFI_DataType_F32, Buffer, Frame, bfloat16_to_float, ffi_arg, ffi_count, ffi_item,
+    ffi_operands, ffi_ret, float16_to_float, float_to_bfloat16, float_to_float16,
+    pthread_mutex_init, pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock,
 )
 
 

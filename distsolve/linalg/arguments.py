@@ -2,6 +2,8 @@
 
 import numbers
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,9 +36,10 @@ def like_b(x, b, name):
 
 def require_same(out, b, name, remedy):
     """Raise unless ``out`` has the tree structure, shapes and dtypes of ``b``."""
-    if jax.tree.structure(out) != jax.tree.structure(b):
+    structure: Any = jax.tree.structure(b)
+    if structure != jax.tree.structure(out):
         raise TypeError(
-            f"{name} must have the structure of `b`: expected {jax.tree.structure(b)}, "
+            f"{name} must have the structure of `b`: expected {structure}, "
             f"got {jax.tree.structure(out)}. {remedy}"
         )
     pairs = zip(jax.tree_util.tree_leaves_with_path(out), jax.tree.leaves(b), strict=True)

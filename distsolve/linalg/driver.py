@@ -100,7 +100,7 @@ def _trace(name, operator, b):
     return program, consts
 
 
-_programs = collections.OrderedDict()
+_programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 _programs_lock = threading.Lock()
 _PROGRAMS_KEPT = 32
 

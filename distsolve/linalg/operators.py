@@ -134,7 +134,7 @@ def _alone(eqn, jaxpr):
 
 
 def _describe_jaxpr(jaxpr, differentiable):
-    numbers = {}
+    numbers: dict[Any, int] = {}
 
     def name(atom):
         if isinstance(atom, core.Literal):

@@ -130,6 +130,28 @@ SERIAL: dict[str, Callable[..., list]] = {
 }
 
 
+def difference(got: Any, want: np.ndarray) -> str | None:
+    """Say how a result differs from the oracle's on this rank; None if it does not."""
+    found = np.asarray(got)
+    if (found.dtype, found.shape) != (want.dtype, want.shape):
+        return f"{found.dtype}{found.shape}, expected {want.dtype}{want.shape}"
+    if np.all(found == want):
+        return None
+    return f"{found.tolist()} instead of {want.tolist()}"
+
+
+def compare(name: str, results: list, cases: list, operands: list, rank: int) -> list[str]:
+    """Compare the results of several argument lists; return the differences on this rank.
+
+    Halves of unequal size have unequal numbers of cases, so ranks agree once, on the whole list.
+    """
+    found = [
+        (f"{name}{arguments}", difference(y, SERIAL[name](xs, *arguments)[rank]))
+        for y, arguments, xs in zip(results, cases, operands, strict=True)
+    ]
+    return [f"{call}: {text}" for call, text in found if text is not None]
+
+
 def uneven(size: int, start: int) -> tuple[int, ...]:
     """Numbers of rows that differ from rank to rank, zero among them."""
     return tuple((start + 3 * r) % 4 for r in range(size))

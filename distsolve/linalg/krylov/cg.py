@@ -33,7 +33,7 @@ class State(NamedTuple):
     breakdown: jax.Array
 
 
-def init(M, r, aim, space):
+def init(M: Any, r: Any, aim: driver.Aim, space: Replicated) -> State:
     """Return the state at the zero vector, whose residual is ``r``."""
     z = r if M is None else M(r)
     rz, rr = space.dot((r, z), (r, r))
@@ -44,7 +44,7 @@ def init(M, r, aim, space):
     return State(trees.zeros_like(r), r, trees.scale(1 / unit, z), unit, rz, rr, event, rz)
 
 
-def step(A, M, aim, space, state):
+def step(A: Any, M: Any, aim: driver.Aim, space: Replicated, state: State) -> State:
     """Take one step, unless that would move nothing for the better."""
     x, r, p, unit, rz, rr, _, _ = state
     Ap = A(p)
@@ -64,7 +64,9 @@ def step(A, M, aim, space, state):
     return State(x, r, p, unit_new, rz_new, rr_new, event, breakdown)
 
 
-def judge(pAp, rz, rr_old, rr, aim):
+def judge(
+    pAp: jax.Array, rz: jax.Array, rr_old: jax.Array, rr: jax.Array, aim: driver.Aim
+) -> jax.Array:
     """Return what a step has come to, in the order of the codes: the worst that applies.
 
     Products that vanish with the residual prove nothing, hence the comparisons with the floor.
@@ -90,7 +92,7 @@ def judge(pAp, rz, rr_old, rr, aim):
     )
 
 
-def size_of(z, rz, rr):
+def size_of(z: Any, rz: jax.Array, rr: jax.Array) -> jax.Array:
     """Return a power of two near the size of ``z = M r``, from products that are at hand."""
     return trees.power_of_two(rz / jnp.sqrt(jnp.where(rr > 0, rr, jnp.ones_like(rr))), z)
 

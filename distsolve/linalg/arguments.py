@@ -1,7 +1,6 @@
 """Checks of a solver's arguments: every fault that is visible while tracing raises there."""
 
 import numbers
-
 from typing import Any
 
 import jax

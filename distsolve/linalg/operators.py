@@ -6,6 +6,7 @@ a fresh lambda over fresh samples does not compile again.
 """
 
 import enum
+from typing import Any
 
 import jax
 import numpy as np

@@ -174,10 +174,9 @@ def _describe_value(value, differentiable):
         return value.dtype, value.shape, value.tobytes()
     if value is None or isinstance(value, (type, enum.Enum, core.Primitive, jax.sharding.Mesh)):
         return value  # one object for each value: equal means identical
-    by_identity = type(value).__hash__ is object.__hash__
-    if by_identity and not callable(value) and not getattr(value, "__dict__", None):
-        return type(value)  # a marker without state, such as an unspecified sharding
-    if by_identity or type(value).__hash__ is None:
+    if type(value).__name__ == "UnspecifiedValue":
+        return type(value)  # the sharding of what has none: a marker without state
+    if type(value).__hash__ is object.__hash__ or type(value).__hash__ is None:
         raise Incomparable
     return type(value), value
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import operator
 import os
+import traceback
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from distsolve.mpi import lifecycle
+from distsolve.mpi._jaxcompat import wait_for_ordered
 from distsolve.mpi.library import load
 from distsolve.mpi.native import abi
 
@@ -22,7 +24,6 @@ _MIB = 1 << 20
 CHUNK_ON_ONE_NODE = 1 * _MIB
 CHUNK_ACROSS_NODES = 16 * _MIB
 _MAX_CHUNK = 1 << 30
-_MAX_TAG = 32767  # the smallest upper bound that the MPI standard allows
 
 
 class Comm(NamedTuple):
@@ -51,8 +52,7 @@ class Wildcard:
     def __eq__(self, other: object) -> bool:
         return operator.index(self) == other if isinstance(other, int) else self is other
 
-    def __hash__(self) -> int:
-        return hash(self.name)
+    __hash__ = None  # type: ignore[assignment]  # it would have to be that of an int not known yet
 
     def __repr__(self) -> str:
         return self.name
@@ -131,13 +131,16 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
     if _keyval is None:
         _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
         lifecycle.start(MPI)
+    wanted = _chunk_from_environment()
+    wait_for_ordered()
     duplicate = comm.Dup()
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)
     node = duplicate.Split_type(MPI.COMM_TYPE_SHARED)
     one_node = node.Get_size() == duplicate.Get_size()
     node.Free()
-    chunk = _chunk_from_environment() or (CHUNK_ON_ONE_NODE if one_node else CHUNK_ACROSS_NODES)
-    comm_id, chunk = duplicate.allreduce((_next_id, chunk), op=MPI.MAX)
+    chunk = wanted or (CHUNK_ON_ONE_NODE if one_node else CHUNK_ACROSS_NODES)
+    comm_id = duplicate.allreduce(_next_id, op=MPI.MAX)
+    chunk = duplicate.allreduce(chunk, op=MPI.MAX)
     record = _publish(
         MPI._handleof(duplicate), comm_id, duplicate.Get_rank(), duplicate.Get_size(), chunk
     )
@@ -158,8 +161,12 @@ def _publish(handle: int | None, comm_id: int, rank: int, size: int, chunk: int)
 
 def _forget(comm: Any, keyval: int, record: Comm) -> None:
     """Called by MPI while the user frees a communicator: free is collective, and so is this."""
-    lifecycle.finish()
+    try:
+        wait_for_ordered()
+    except Exception:
+        traceback.print_exc()  # whoever waits for that program is told, too
     abi.remove_comm(record.id)
+    _default_chunks.pop(record.id, None)
     duplicate = _duplicates.pop(record.id, None)
     if duplicate is not None and not lifecycle.is_finalizing():
         duplicate.Free()
@@ -202,6 +209,7 @@ def set_chunk_bytes(nbytes: int | None) -> None:
         Bytes, from 16 to 2**30. None goes back to each communicator's default.
     """
     global _chunk_override
+    wait_for_ordered()  # a queued reduction must not see another chunk than on the other ranks
     _chunk_override = None if nbytes is None else check_chunk(nbytes, "nbytes")
     for comm_id, default in _default_chunks.items():
         abi.set_chunk(comm_id, _chunk_override or default)
@@ -259,9 +267,10 @@ def check_tag(tag: Any, name: str, call: str) -> int:
     receives = name == "recvtag" or call == "recv"
     if receives and value == load().any_tag and tag is not PROC_NULL:
         return abi.ANY_TAG
-    if not 0 <= value <= _MAX_TAG:
+    largest = load().max_tag
+    if not 0 <= value <= largest:
         raise ValueError(
-            f"`{name}` of {call} is {tag}; expected a number from 0 to {_MAX_TAG}"
+            f"`{name}` of {call} is {tag}; expected a number from 0 to {largest}"
             + (", or ANY_TAG." if receives else ".")
         )
     return value

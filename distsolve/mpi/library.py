@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import os
 import platform
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from distsolve.mpi.lifecycle import is_on
 from distsolve.mpi.native import abi, messages, movement, reductions, serial
 from distsolve.mpi.operations import DTYPES, Op, identities
 
@@ -34,6 +34,7 @@ class Library:
     any_source: int
     any_tag: int
     proc_null: int
+    max_tag: int
     op_of_handle: dict[int, Op]
 
     def op_of(self, op: Any) -> Op | None:
@@ -55,18 +56,13 @@ def load() -> Library:
     return _library
 
 
-def is_loaded() -> bool:
-    """Whether MPI has been touched."""
-    return _library is not None
-
-
 def _load() -> Library:
     _refuse_unknown_machine()
-    if os.environ.get("DISTSOLVE_NO_MPI", "") not in ("", "0"):
+    if is_on("DISTSOLVE_NO_MPI"):
         library = _bind_serial()
     else:
         library = _bind_mpi()
-    if os.environ.get("DISTSOLVE_NO_IN_PLACE", "") not in ("", "0"):
+    if is_on("DISTSOLVE_NO_IN_PLACE"):
         abi.set_in_place(False)
     for name, handler in (reductions.HANDLERS | movement.HANDLERS | messages.HANDLERS).items():
         jax.ffi.register_ffi_target(f"distsolve_{name}", handler, platform="cpu")
@@ -97,7 +93,9 @@ def _bind_serial() -> Library:
         serialize=False,
         **{f"status_{field}": value for field, value in serial.STATUS_LAYOUT.items()},
     )
-    return Library(None, serial.VERSION, serial.ANY_SOURCE, serial.ANY_TAG, serial.PROC_NULL, {})
+    return Library(
+        None, serial.VERSION, serial.ANY_SOURCE, serial.ANY_TAG, serial.PROC_NULL, 2**31 - 1, {}
+    )
 
 
 def _bind_mpi() -> Library:
@@ -131,7 +129,8 @@ def _bind_mpi() -> Library:
     version = MPI.Get_library_version()
     _refuse_two_libraries(MPI, version)
     op_of_handle = {handle(getattr(MPI, op.name)): op for op in Op}
-    return Library(MPI, version, MPI.ANY_SOURCE, MPI.ANY_TAG, MPI.PROC_NULL, op_of_handle)
+    max_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767  # what every MPI allows
+    return Library(MPI, version, MPI.ANY_SOURCE, MPI.ANY_TAG, MPI.PROC_NULL, max_tag, op_of_handle)
 
 
 def _addresses(MPI: Any) -> dict[str, int]:
@@ -165,6 +164,8 @@ def _status_layout(MPI: Any) -> dict[str, int]:
     status.Set_source(source)
     status.Set_tag(tag)
     size = MPI._sizeof(MPI.Status)
+    if size > abi.STATUS_SIZE:
+        raise ImportError(f"An MPI_Status of {size} bytes; at most {abi.STATUS_SIZE} are kept.")
     memory = (ctypes.c_char * size).from_address(MPI._addressof(status)).raw
     words = np.frombuffer(memory[: size // 4 * 4], np.int32).tolist()
     return {"size": size, "source": 4 * words.index(source), "tag": 4 * words.index(tag)}

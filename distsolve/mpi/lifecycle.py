@@ -27,12 +27,22 @@ def start(MPI: Any) -> None:
     atexit.register(finish)
 
 
+def is_on(switch: str) -> bool:
+    """Whether an environment variable is set to something other than 0."""
+    return os.environ.get(switch, "") not in ("", "0")
+
+
 def finish() -> None:
-    """Wait for queued MPI calls, before what they need goes away."""
+    """Wait for queued MPI calls before MPI goes away; a failed one makes the job fail."""
     try:
         wait_for_ordered()
     except Exception:
+        MPI = _job_of_many_ranks()
+        if MPI is not None:
+            _abort(MPI, traceback.format_exc())
         traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _on_finalize(comm: Any, keyval: int, value: Any) -> None:
@@ -78,7 +88,7 @@ def _wants_abort() -> bool:
 
 def _job_of_many_ranks() -> Any:
     """mpi4py's module, where an uncaught exception must end a job of more than one rank."""
-    if not _wants_abort() or os.environ.get("DISTSOLVE_NO_MPI", "") not in ("", "0"):
+    if not _wants_abort() or is_on("DISTSOLVE_NO_MPI"):
         return None
     launched = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"))
     if "mpi4py.MPI" not in sys.modules and not launched:
@@ -94,8 +104,12 @@ def _job_of_many_ranks() -> Any:
 
 def _abort(MPI: Any, text: str) -> None:
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    sys.stdout.flush()
-    sys.stderr.write(f"rank {rank} of {size}: uncaught exception, ending the job\n")
-    sys.stderr.write("".join(f"rank {rank}: {line}\n" for line in text.splitlines()))
-    sys.stderr.flush()
-    MPI.COMM_WORLD.Abort(1)
+    report = f"rank {rank} of {size}: uncaught exception, ending the job\n"
+    report += "".join(f"rank {rank}: {line}\n" for line in text.splitlines())
+    try:
+        for stream, words in ((sys.stdout, ""), (sys.stderr, report)):
+            if stream is not None:
+                stream.write(words)
+                stream.flush()
+    finally:  # also where a stream is closed
+        MPI.COMM_WORLD.Abort(1)

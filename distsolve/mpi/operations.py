@@ -6,7 +6,6 @@ import enum
 import functools
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 
@@ -63,7 +62,7 @@ DTYPES: dict[np.dtype, tuple[int, str | None]] = {
     np.dtype(np.float32): (11, "FLOAT"),
     np.dtype(np.float64): (12, "DOUBLE"),
     np.dtype(np.complex64): (15, "C_FLOAT_COMPLEX"),
-    np.dtype(ml_dtypes.bfloat16): (16, None),
+    np.dtype(jnp.bfloat16): (16, None),
     np.dtype(np.complex128): (18, "C_DOUBLE_COMPLEX"),
 }
 

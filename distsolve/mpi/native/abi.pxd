@@ -54,6 +54,14 @@ ctypedef int (*version_t)(char *, int *) noexcept nogil
 cdef enum:
     NO_PEER = -3
 
+# Bytes kept for an MPI_Status; import refuses a library that needs more.
+cdef enum:
+    MAX_STATUS = 128
+
+# Returned where there is no memory: MPI has no portable code for it.
+cdef enum:
+    ERR_NO_MEM = -1
+
 cdef struct Comm:
     Handle handle
     int id

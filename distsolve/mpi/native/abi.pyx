@@ -11,8 +11,7 @@ from libc.string cimport memcpy
 
 from distsolve.mpi.native.ffi cimport (
     Error, Frame, ffi_answer_metadata, ffi_error, ffi_int, fp_keep_subnormals, fp_mode,
-    fp_restore, pthread_mutex_init, pthread_mutex_lock,
-    pthread_mutex_t, pthread_mutex_unlock,
+    fp_restore, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
 )
 
 
@@ -37,6 +36,7 @@ assert len(NAMES) == N_CALLS
 ANY_SOURCE = -1
 ANY_TAG = -1
 PROC_NULL = -2
+STATUS_SIZE = MAX_STATUS
 
 cdef enum:
     N_DTYPES = 64
@@ -145,6 +145,8 @@ cdef Error *check(
     if code == 0:
         return NULL
     mpi_text[0] = 0
+    if code == ERR_NO_MEM:
+        return ffi_error(frame, "No memory for an MPI call's scratch space.")
     (<error_string_t> address[<int> ERROR_STRING])(code, mpi_text, &length)
     peer_text[0] = 0
     if peer >= 0:

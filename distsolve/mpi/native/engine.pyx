@@ -11,11 +11,11 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from distsolve.mpi.native.abi cimport (
-    BCAST, EXSCAN, REDUCE, REDUCE_SCATTER_BLOCK, Call, Comm, address, bcast_t, combine_t,
-    constants, count_call, identity, mpi_op, mpi_type, reduce_t,
+    BCAST, ERR_NO_MEM, EXSCAN, REDUCE, REDUCE_SCATTER_BLOCK, Call, Comm, address, bcast_t,
+    combine_t, constants, count_call, identity, mpi_op, mpi_type, reduce_t,
 )
 from distsolve.mpi.native.ffi cimport (
-    XLA_FFI_DataType_BF16, XLA_FFI_DataType_C64, XLA_FFI_DataType_C128, XLA_FFI_DataType_F16,
+    XLA_FFI_DataType_BF16, XLA_FFI_DataType_C128, XLA_FFI_DataType_C64, XLA_FFI_DataType_F16,
     XLA_FFI_DataType_F32, Buffer, Frame, bfloat16_to_float, ffi_arg, ffi_count, ffi_item,
     ffi_operands, ffi_ret, float16_to_float, float_to_bfloat16, float_to_float16,
     pthread_mutex_init, pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock,
@@ -43,6 +43,8 @@ cdef char *take_scratch() noexcept nogil:
         return <char *> malloc(SCRATCH)
     if shared_scratch == NULL:
         shared_scratch = <char *> malloc(SCRATCH)
+        if shared_scratch == NULL:
+            pthread_mutex_unlock(&scratch_lock)
     return shared_scratch
 
 
@@ -101,6 +103,8 @@ cdef bint is_direct(const Job *job, int64_t count) noexcept nogil:
         return False
     if not constants.use_in_place and job.call != BCAST:
         return False
+    if job.triangle > 0:
+        return count * job.item >= job.chunk
     return job.n_segments == 1 or count * job.item >= DIRECT
 
 
@@ -214,6 +218,8 @@ cdef int run_packed(const Job *job, int64_t total) noexcept nogil:
     cdef char *scratch = take_scratch()
     cdef int code = 0
     start.segment = start.offset = 0
+    if scratch == NULL:
+        return ERR_NO_MEM
     while total > 0 and code == 0:
         code = flush(job, &start, scratch, min(room, total))
         total -= min(room, total)
@@ -272,6 +278,8 @@ cdef int reduce_scatter(Job *job, const char *src, char *dst, int64_t block) noe
         scratch = <char *> malloc((size + 1) * job.wire_item)
     else:
         scratch = take_scratch()
+    if scratch == NULL:
+        return ERR_NO_MEM
     while done < block and code == 0:
         step = min(columns, block - done)
         recv = scratch + size * step * job.wire_item

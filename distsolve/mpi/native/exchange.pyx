@@ -8,13 +8,12 @@ from libc.stdint cimport int32_t, int64_t, intptr_t
 from libc.stdlib cimport calloc, free, malloc
 
 from distsolve.mpi.native.abi cimport (
-    ALLTOALLW, TYPE_COMMIT, TYPE_CREATE_HINDEXED, TYPE_FREE, Comm, Handle, address, alltoallw_t,
-    constants, count_call, create_hindexed_t, type_t,
+    ALLTOALLW, ERR_NO_MEM, TYPE_COMMIT, TYPE_CREATE_HINDEXED, TYPE_FREE, Comm, Handle, address,
+    alltoallw_t, constants, count_call, create_hindexed_t, type_t,
 )
 
 cdef enum:
     PIECE = 1 << 30         # bytes per block of a large datatype
-    ERR_NO_MEM = 34         # any non-zero code: MPI has no portable number for it
 
 
 cdef int bytes_type(int64_t offset, int64_t nbytes, Handle *made) noexcept nogil:

@@ -8,18 +8,15 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
 from distsolve.mpi.native.abi cimport (
-    GET_ELEMENTS_X, RECV, SEND, SENDRECV, Comm, Handle, address, check, constants, count_call,
-    enter, get_elements_t, leave, peer, ready, recv_t, send_t, sendrecv_t, status_layout,
-    user_status,
+    GET_ELEMENTS_X, MAX_STATUS, RECV, SEND, SENDRECV, Comm, Handle, address, check, constants,
+    count_call, enter, get_elements_t, leave, peer, ready, recv_t, send_t, sendrecv_t,
+    status_layout, user_status,
 )
 from distsolve.mpi.native.exchange cimport bytes_type, free_type
 from distsolve.mpi.native.ffi cimport (
-    XLA_FFI_DataType_S32, Buffer, Error, Frame, capsule, ffi_arg, ffi_bytes, ffi_carry, ffi_count,
-    ffi_error, ffi_int, ffi_item, ffi_ret, fp_mode,
+    XLA_FFI_DataType_S32, Buffer, Error, Frame, capsule, ffi_arg, ffi_bytes, ffi_carry,
+    ffi_count, ffi_error, ffi_int, ffi_item, ffi_ret, fp_mode,
 )
-
-cdef enum:
-    STATUS_SIZE = 128       # bytes kept for an MPI_Status, far more than any library needs
 
 
 cdef int message_type(int64_t size, int *count, Handle *made) noexcept nogil:
@@ -90,7 +87,7 @@ cdef Error *recv(Frame *frame) noexcept nogil:
     if not ready(frame, RECV, 0, &comm, &error):
         return error
     cdef Buffer *y = ffi_ret(frame, 0)
-    cdef char status[STATUS_SIZE]
+    cdef char status[<int> MAX_STATUS]
     cdef Handle made
     cdef fp_mode mode
     cdef int count
@@ -120,9 +117,9 @@ cdef Error *sendrecv(Frame *frame) noexcept nogil:
         return error
     cdef Buffer *x = ffi_arg(frame, 0)
     cdef Buffer *y = ffi_ret(frame, 0)
-    cdef char status[STATUS_SIZE]
-    cdef Handle sent
-    cdef Handle received
+    cdef char status[<int> MAX_STATUS]
+    cdef Handle sent = 0
+    cdef Handle received = 0
     cdef fp_mode mode
     cdef int n_sent = 0, n_received = 0
     cdef int code = message_type(ffi_bytes(x), &n_sent, &sent)
@@ -138,8 +135,8 @@ cdef Error *sendrecv(Frame *frame) noexcept nogil:
             y.data, n_received, received if received != 0 else constants.byte,
             peer(ffi_int(frame, 4)), received_tag(ffi_int(frame, 2)), comm.handle, status)
         leave(mode)
-        if received != 0:
-            free_type(&received)
+    if received != 0:
+        free_type(&received)
     if sent != 0:
         free_type(&sent)
     error = check(frame, SENDRECV, code, comm, ffi_count(x), ffi_int(frame, 4))

@@ -5,21 +5,18 @@ larger program the ordering token is the last operand and the last result; no ha
 """
 
 from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc
 
 from distsolve.mpi.native.abi cimport (
-    ALLGATHER, ALLGATHERV, ALLTOALL, ALLTOALLW, BARRIER, GATHER, GATHERV, NO_PEER, SCATTER,
-    SCATTERV, Call, Comm, address, allgatherv_t, barrier_t, check, constants, count_call, enter,
-    exchange_t, gatherv_t, leave, ready, rooted_t, scatterv_t,
+    ALLGATHER, ALLGATHERV, ALLTOALL, ALLTOALLW, BARRIER, ERR_NO_MEM, GATHER, GATHERV, NO_PEER,
+    SCATTER, SCATTERV, Call, Comm, address, allgatherv_t, barrier_t, check, constants,
+    count_call, enter, exchange_t, gatherv_t, leave, ready, rooted_t, scatterv_t,
 )
 from distsolve.mpi.native.exchange cimport Exchange, begin, finish
 from distsolve.mpi.native.ffi cimport (
-    Buffer, Error, Frame, capsule, ffi_arg, ffi_bytes, ffi_carry, ffi_count, ffi_int,
-    ffi_ints, ffi_item, ffi_ret, fp_mode,
+    Buffer, Error, Frame, capsule, ffi_arg, ffi_bytes, ffi_carry, ffi_count, ffi_int, ffi_ints,
+    ffi_item, ffi_ret, fp_mode,
 )
-
-cdef enum:
-    MAX_RANKS_ON_STACK = 256
-
 
 cdef int64_t row_bytes(const Buffer *buffer) noexcept nogil:
     """Bytes in one element of the leading axis."""
@@ -40,7 +37,7 @@ cdef int large_blocks(
     cdef bint receives_all = (
         call == ALLTOALL or call == ALLGATHER or (call == GATHER and comm.rank == root))
     if not begin(&plan, comm.size, x.data, y.data):
-        return 1
+        return ERR_NO_MEM
     for i in range(comm.size):
         if sends_all or call == ALLGATHER or (call == GATHER and i == root):
             plan.send_bytes[i] = block
@@ -116,26 +113,33 @@ cdef void lay_out(
 
 cdef int uneven_in_ints(
     Call call, const Comm *comm, int root, const Buffer *x, Buffer *y,
-    const int64_t *rows, int64_t row, int *counts, int *displacements
+    const int64_t *rows, int64_t row
 ) noexcept nogil:
+    cdef int *counts = <int *> malloc(2 * comm.size * sizeof(int))
+    cdef int *displacements = counts + comm.size
     cdef int offset = 0
-    cdef int i
+    cdef int i, code
+    if counts == NULL:
+        return ERR_NO_MEM
     for i in range(comm.size):
         counts[i] = <int> (rows[i] * row)
         displacements[i] = offset
         offset += counts[i]
     count_call(call)
     if call == GATHERV:
-        return (<gatherv_t> address[<int> GATHERV])(
+        code = (<gatherv_t> address[<int> GATHERV])(
             x.data, counts[comm.rank], constants.byte,
             y.data, counts, displacements, constants.byte, root, comm.handle)
-    if call == SCATTERV:
-        return (<scatterv_t> address[<int> SCATTERV])(
+    elif call == SCATTERV:
+        code = (<scatterv_t> address[<int> SCATTERV])(
             x.data, counts, displacements, constants.byte,
             y.data, counts[comm.rank], constants.byte, root, comm.handle)
-    return (<allgatherv_t> address[<int> ALLGATHERV])(
-        x.data, counts[comm.rank], constants.byte,
-        y.data, counts, displacements, constants.byte, comm.handle)
+    else:
+        code = (<allgatherv_t> address[<int> ALLGATHERV])(
+            x.data, counts[comm.rank], constants.byte,
+            y.data, counts, displacements, constants.byte, comm.handle)
+    free(counts)
+    return code
 
 
 cdef int uneven_at_large(
@@ -145,7 +149,7 @@ cdef int uneven_at_large(
     cdef Exchange plan
     cdef int i
     if not begin(&plan, comm.size, x.data, y.data):
-        return 1
+        return ERR_NO_MEM
     if call == SCATTERV:
         if comm.rank == root:
             lay_out(rows, row, comm.size, plan.send_bytes, plan.send_offsets)
@@ -169,7 +173,6 @@ cdef Error *uneven(Frame *frame, Call call, int root_at) noexcept nogil:
     cdef int root = <int> ffi_int(frame, root_at) if root_at > 0 else 0
     cdef const int64_t *rows = ffi_ints(frame, 1)
     cdef int64_t row = row_bytes(x)
-    cdef int on_stack[2 * MAX_RANKS_ON_STACK]
     cdef int64_t total = 0
     cdef int i
     cdef int code
@@ -178,11 +181,10 @@ cdef Error *uneven(Frame *frame, Call call, int root_at) noexcept nogil:
     if call == GATHERV and comm.rank != root:
         ffi_carry(y, x)
     cdef fp_mode mode = enter()
-    if total > constants.count_limit or comm.size > MAX_RANKS_ON_STACK:
+    if total > constants.count_limit:
         code = uneven_at_large(call, comm, root, x, y, rows, row)
     else:
-        code = uneven_in_ints(
-            call, comm, root, x, y, rows, row, on_stack, on_stack + MAX_RANKS_ON_STACK)
+        code = uneven_in_ints(call, comm, root, x, y, rows, row)
     leave(mode)
     return check(frame, call, code, comm, ffi_count(x), NO_PEER)
 
@@ -202,7 +204,8 @@ cdef Error *allgatherv(Frame *frame) noexcept nogil:
     return uneven(frame, ALLGATHERV, 0)
 
 
-# comm, recv_counts, send_counts
+# comm, recv_counts, send_counts. A rank knows the counts of its own messages only, so whether ints
+# suffice is decided message by message, which MPI_Alltoallv cannot do.
 cdef Error *alltoallv(Frame *frame) noexcept nogil:
     cdef Comm *comm
     cdef Error *error
@@ -212,7 +215,7 @@ cdef Error *alltoallv(Frame *frame) noexcept nogil:
     cdef Buffer *y = ffi_ret(frame, 0)
     cdef int64_t row = row_bytes(x)
     cdef Exchange plan
-    cdef int code = 1
+    cdef int code = ERR_NO_MEM
     cdef fp_mode mode = enter()
     if begin(&plan, comm.size, x.data, y.data):
         lay_out(ffi_ints(frame, 2), row, comm.size, plan.send_bytes, plan.send_offsets)

@@ -160,22 +160,49 @@ def assert_equal(actual: Any, desired: Any, message: str = "") -> None:
     return assert_allclose(actual, desired, rtol=0, message=message)
 
 
-@pytest.fixture(name="agree")
-def agree_fixture() -> Any:
-    """Give `agree` to a test."""
-    return agree
+def jitted(function: Any) -> Any:
+    """Give `jax.jit`; this module is imported where JAX is not needed."""
+    import jax
+
+    return jax.jit(function)
 
 
-@pytest.fixture(name="assert_allclose")
-def assert_allclose_fixture() -> Any:
-    """Give `assert_allclose` to a test."""
-    return assert_allclose
+ROADS = {"eager": lambda function: function, "jitted": jitted}
+
+
+@pytest.fixture(params=ROADS)
+def road(request: pytest.FixtureRequest) -> Any:
+    """Give the two ways to run a function."""
+    return ROADS[request.param]
+
+
+@pytest.fixture
+def world() -> Any:
+    """Give the communicator of all ranks."""
+    return ranks().communicators["world"]
+
+
+@pytest.fixture
+def without_in_place() -> Any:
+    """Treat this MPI as one whose MPI_IN_PLACE is broken."""
+    from distsolve import mpi
+    from distsolve.mpi.native import abi
+
+    mpi.prepare()
+    abi.set_in_place(False)
+    yield
+    abi.set_in_place(True)
 
 
 @pytest.fixture(params=["self", "world", "dup", "halves"])
 def comm(request: pytest.FixtureRequest) -> Any:
     """Give each kind of communicator; `halves` catches a hidden COMM_WORLD."""
     return ranks().communicators[request.param]
+
+
+def on(*kinds: str) -> Any:
+    """Give a test these kinds of communicator only."""
+    return pytest.mark.parametrize("comm", kinds, indirect=True)
 
 
 @pytest.hookimpl(trylast=True)

@@ -83,6 +83,7 @@ def walker_of(molecule, seed=3):
 # XYZ files
 
 
+@pytest.mark.once
 def test_molecules_of_the_example():
     he = xyz.read_xyz(MOLECULES / "he.xyz")
     h2 = xyz.read_xyz(MOLECULES / "h2.xyz")
@@ -91,6 +92,7 @@ def test_molecules_of_the_example():
     assert_allclose(np.linalg.norm(h2.positions[0] - h2.positions[1]), 1.4, rtol=1e-9)
 
 
+@pytest.mark.once
 def test_reader_takes_what_editors_write(write):
     path = write(b"\xef\xbb\xbf 2 \r\n\r\nhe\t0 0 0\r\nH 1e0 -.5 0.\r\n\r\n")
     molecule = xyz.read_xyz(path, charge=1)
@@ -99,6 +101,7 @@ def test_reader_takes_what_editors_write(write):
     assert_allclose(molecule.positions[1] * xyz.BOHR_IN_ANGSTROM, [1, -0.5, 0])
 
 
+@pytest.mark.once
 def test_exact_energy_belongs_to_the_charge_of_the_file(write):
     path = write("1\nhelium ion charge=1 exact_hartree=-2.0\nHe 0 0 0\n")
     same, other = xyz.read_xyz(path), xyz.read_xyz(path, charge=0)
@@ -129,6 +132,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_names_file_and_line(write, fault):
     content, line, fragment = FAULTS[fault]
@@ -140,6 +144,7 @@ def test_fault_names_file_and_line(write, fault):
     agree(fragment in message, message)
 
 
+@pytest.mark.once
 def test_fault_of_the_whole_file(write, tmp_path):
     with pytest.raises(xyz.MoleculeError, match=r"nowhere\.xyz: cannot be read"):
         xyz.read_xyz(tmp_path / "nowhere.xyz")
@@ -161,6 +166,7 @@ def mean_slope(f, centre, direction, distance=1e-4):
     return (opposite - 2 * f(centre)) / (2 * distance)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("molecule", [H2, LIH], ids=["H2", "LiH"])
 def test_cusp_at_a_nucleus_is_its_charge(molecule):
     f = log_psi_of(molecule)
@@ -170,6 +176,7 @@ def test_cusp_at_a_nucleus_is_its_charge(molecule):
         assert_allclose(mean_slope(f, centre, direction), -charge, rtol=2e-3)
 
 
+@pytest.mark.once
 def test_cusp_of_opposite_spins_is_a_half():
     f = log_psi_of(H2)
     half = jnp.array([0.3, 0.4, 0.0])
@@ -177,6 +184,7 @@ def test_cusp_of_opposite_spins_is_a_half():
     assert_allclose(mean_slope(f, centre, jnp.stack([half, -half])), 0.5, rtol=2e-3)
 
 
+@pytest.mark.once
 def test_cusp_of_equal_spins_is_a_quarter():
     # log |psi| = log r + c + r / 4 near the node of two equal spins, averaged over directions.
     f = log_psi_of(LIH)
@@ -190,6 +198,7 @@ def test_cusp_of_equal_spins_is_a_quarter():
     assert_allclose((at(2e-3) - at(1e-3) - np.log(2)) / 1e-3, 0.25, rtol=2e-2)
 
 
+@pytest.mark.once
 def test_equal_spins_may_be_exchanged():
     f = log_psi_of(CHAIN)
     x = walker_of(CHAIN)
@@ -199,6 +208,7 @@ def test_equal_spins_may_be_exchanged():
 # The local energy
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("molecule", [LIH, CHAIN], ids=["LiH", "H5"])
 def test_laplacian_is_the_trace_of_the_hessian(molecule):
     f = log_psi_of(molecule)
@@ -209,6 +219,7 @@ def test_laplacian_is_the_trace_of_the_hessian(molecule):
     assert_allclose(laplacian, np.trace(hessian.reshape(x.size, x.size)), rtol=1e-9)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("symbol", "charge", "energy"), [("H", 0, -0.5), ("He", 1, -2.0)])
 def test_local_energy_of_the_exact_ion_is_constant(symbol, charge, energy):
     molecule = molecule_of([symbol], [[0.1, 0.2, 0.3]], charge)
@@ -223,6 +234,7 @@ def test_local_energy_of_the_exact_ion_is_constant(symbol, charge, energy):
     assert_allclose(energies, np.full(50, energy), rtol=1e-9)
 
 
+@pytest.mark.once
 def test_potential_counts_every_pair_once():
     x = jnp.array([[0.0, 0.0, 1.0], [0.0, 3.0, 1.0]])
     molecule = molecule_of(["He", "H"], [[0, 0, 0], [0, 0, 2]], charge=1)
@@ -233,6 +245,7 @@ def test_potential_counts_every_pair_once():
 # Sampling
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("total", "size"), [(10, 1), (10, 3), (2, 3), (7, 4)])
 def test_shares_are_the_whole(total, size):
     shares = [sampler.share(total, rank, size) for rank in range(size)]
@@ -245,6 +258,7 @@ def distances(x):
     return -jnp.sum(jnp.linalg.norm(x, axis=-1))
 
 
+@pytest.mark.once
 def test_walkers_do_not_depend_on_the_number_of_ranks():
     def run(mine):
         walkers = initial_walkers(jax.random.key(5), H2, mine)
@@ -255,12 +269,14 @@ def test_walkers_do_not_depend_on_the_number_of_ranks():
     agree(len(np.unique(np.asarray(whole[:, 0, 0]))) == 7, "two walkers share a stream")
 
 
+@pytest.mark.once
 def test_electrons_start_at_their_nuclei():
     walkers = initial_walkers(jax.random.key(6), LIH, range(500))
     z = np.asarray(walkers.x[:, :, 2].mean(axis=0))
     assert_allclose(np.sort(np.rint(z)), [0, 0, 0, 3])
 
 
+@pytest.mark.once
 def test_metropolis_samples_the_square_of_psi():
     # |psi|^2 = exp(-2 r): the mean distance is 3/2, that of 1/r is 1, in bohr.
     walkers = initial_walkers(jax.random.key(7), HYDROGEN, range(2000))
@@ -335,6 +351,7 @@ def program():
     return load("vmc_molecule", EXAMPLES / "vmc_molecule.py")
 
 
+@pytest.mark.once
 def test_summary(program):
     line = program.summary(xyz.read_xyz(MOLECULES / "he.xyz"), -2.9036, 0.00005)
     agree(
@@ -345,6 +362,7 @@ def test_summary(program):
     agree("not stated" in program.summary(H2, -1.17, 0.001))
 
 
+@pytest.mark.once
 def test_options(program):
     quick = program.parse_arguments(["folder/h2.xyz", "--quick", "--steps", "7"])
     agree((quick.steps, quick.walkers, str(quick.output)) == (7, 200, "h2_convergence.png"))
@@ -352,6 +370,7 @@ def test_options(program):
         program.parse_arguments(["h2.xyz", "--walkers", "1"])
 
 
+@pytest.mark.once
 def test_plot(program, tmp_path):
     history = np.array([[-2.8, 0.01, 0.1], [-2.9, 0.01, 0.01]])
     program.plot_convergence(tmp_path / "run.png", "He", history, None)

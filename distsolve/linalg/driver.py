@@ -197,11 +197,9 @@ def _no_tangent(x):
 def _run(method, A, M, b, x0, stop, space):
     """Run cycles until the true residual or the method says why to end."""
     x, r = _start(A, b, x0)
-    rhs_norm, residual_norm = space.agree(jnp.stack([space.norm(b), space.norm(r)]))
-    threshold = jnp.maximum(stop.tol * rhs_norm, stop.atol)
-    fixed = (stop.tol == 0) & (stop.atol == 0)
+    rhs_norm, residual_norm, threshold, fixed, maxiter = _agree_to_stop(b, r, stop, space)
     limit = jnp.where(fixed, Reason.FIXED_STEPS, Reason.MAXITER)
-    running = jnp.where(stop.maxiter > 0, Reason.RUNNING, limit)
+    running = jnp.where(maxiter > 0, Reason.RUNNING, limit)
     met = (residual_norm <= threshold) & ~fixed
     reason = jnp.where(met, Reason.CONVERGED, running)
     finite = jnp.isfinite(residual_norm) & jnp.isfinite(rhs_norm)
@@ -213,7 +211,7 @@ def _run(method, A, M, b, x0, stop, space):
         reason=jnp.where(finite, reason, Reason.NONFINITE).astype(jnp.int32),
         breakdown=jnp.zeros_like(rhs_norm),
     )
-    cycle = functools.partial(_cycle, method, A, M, b, threshold, fixed, stop.maxiter, space)
+    cycle = functools.partial(_cycle, method, A, M, b, threshold, fixed, maxiter, space)
     end = jax.lax.while_loop(lambda s: s.reason == Reason.RUNNING, cycle, start)
     return end.x, Info(
         converged=(end.residual_norm <= threshold) & (end.reason != Reason.NONFINITE),
@@ -224,6 +222,22 @@ def _run(method, A, M, b, x0, stop, space):
         threshold=threshold,
         breakdown=end.breakdown,
     )
+
+
+def _agree_to_stop(b, r, stop, space):
+    """Return what the loop compares with, equal on all ranks, for one message.
+
+    Tolerances and limits may be traced values that differ between ranks, if only in the last bit.
+    The limit travels as two small numbers that every float holds exactly.
+    """
+    rhs_norm, residual_norm = space.norm(b), space.norm(r)
+    threshold = jnp.maximum(stop.tol * rhs_norm, stop.atol)
+    wants_less = (stop.tol != 0) | (stop.atol != 0)
+    numbers = [rhs_norm, residual_norm, threshold, wants_less]
+    numbers += [stop.maxiter >> 15, stop.maxiter & 0x7FFF]
+    agreed = space.agree(jnp.stack([n.astype(rhs_norm.dtype) for n in numbers]))
+    high, low = agreed[4].astype(jnp.int32), agreed[5].astype(jnp.int32)
+    return agreed[0], agreed[1], agreed[2], agreed[3] == 0, (high << 15) + low
 
 
 def _start(A, b, x0):

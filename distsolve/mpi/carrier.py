@@ -47,6 +47,11 @@ def as_array(x: Any, call: str) -> jax.Array:
     try:
         return jnp.asarray(x)
     except TypeError as error:
+        if hasattr(x, "dtype"):
+            raise TypeError(
+                f"`x` of {call} has dtype {x.dtype}, which JAX does not know: convert it, for "
+                "instance to float64 or to bytes (uint8)."
+            ) from error
         raise TypeError(
             f"`x` of {call} is of type {type(x).__name__}; expected an array, a NumPy array, a "
             "Python scalar, or a pytree of these."

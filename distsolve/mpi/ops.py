@@ -78,6 +78,17 @@ def _each_dtype(
     return jax.tree.unflatten(tree, leaves)
 
 
+def _donated(x: Any, donate: bool, call: str) -> bool:
+    """Whether to donate; raises, before anything is sent, where an array stands in `x` twice."""
+    leaves = jax.tree.leaves(x) if donate else []
+    if len({id(leaf) for leaf in leaves}) < len(leaves):
+        raise ValueError(
+            f"`donate=True` of {call}: an array is in `x` twice, and cannot be consumed twice. "
+            "Pass a copy, or do not donate."
+        )
+    return donate
+
+
 def _reduction(
     row: MPIPrimitive,
     x: Any,
@@ -88,7 +99,7 @@ def _reduction(
     **more: int,
 ) -> Any:
     call = row.spec.name
-    op = _as_op(op, call)
+    op, donate = _as_op(op, call), _donated(x, donate, call)
     chunk = as_chunk(chunk_bytes)
     record = resolve(comm)
     return _each_dtype(
@@ -224,7 +235,7 @@ def reduce_scatter(
     pytree of arrays (*shape), sharded: each rank its own block.
     """
     record, call = resolve(comm), "reduce_scatter"
-    op = _as_op(op, call)
+    op, donate = _as_op(op, call), _donated(x, donate, call)
     chunk = as_chunk(chunk_bytes)
 
     def one(leaf: Any) -> Any:
@@ -261,7 +272,7 @@ def allreduce_symmetric(
     The derivative is that of `allreduce` on symmetric matrices: cotangents are taken as they are.
     """
     record, call = resolve(comm), "allreduce_symmetric"
-    chunk = as_chunk(chunk_bytes)
+    chunk, donate = as_chunk(chunk_bytes), _donated(S, donate, call)
 
     def one(leaf: Any) -> Any:
         leaf = as_array(leaf, call)
@@ -322,7 +333,7 @@ def bcast(
     """
     record = resolve(comm)
     root = check_root(root, record, "bcast")
-    chunk = as_chunk(chunk_bytes)
+    chunk, donate = as_chunk(chunk_bytes), _donated(x, donate, "bcast")
     leaves, tree = jax.tree.flatten(x)
     encoded = [encode(leaf, "bcast") for leaf in leaves]
     moved = _each_dtype(

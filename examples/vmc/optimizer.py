@@ -164,14 +164,7 @@ def improve(
         energy=means["energy"],
         deviation=means["deviation"],
     )
-    return state, Report(
-        energy=means["energy"],
-        error=jnp.sqrt(means["variance"] / means["count"]),
-        variance=means["variance"],
-        acceptance=means["accepted"],
-        cg_iterations=info.iterations,
-        cg_converged=info.converged,
-    )
+    return state, _report(means, info)
 
 
 def averages(
@@ -265,6 +258,17 @@ def adapted(step: jax.Array, acceptance: jax.Array) -> jax.Array:
     scalar
     """
     return step * jnp.exp(acceptance - ACCEPTANCE)
+
+
+def _report(means: dict, info: distsolve.linalg.Info) -> Report:
+    return Report(
+        energy=means["energy"],
+        error=jnp.sqrt(means["variance"] / means["count"]),
+        variance=means["variance"],
+        acceptance=means["accepted"],
+        cg_iterations=info.iterations,
+        cg_converged=info.converged,
+    )
 
 
 def _count(values: jax.Array) -> jax.Array:

@@ -3,11 +3,6 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
-from spmd import ranks
-
-# For what takes long to compile and is the same on any number of ranks.
-alone = pytest.mark.skipif(ranks().size > 1, reason="no rank differs: runs on one")
 
 
 class System(NamedTuple):

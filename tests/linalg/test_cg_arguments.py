@@ -128,7 +128,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if "allreduce" in name else pytest.param(name, marks=pytest.mark.once)
+        for name in FAULTS
+    ],
+)
 @pytest.mark.parametrize("jit", [False, True])
 def test_fault(name, jit):
     args, options, kind, words = FAULTS[name]
@@ -142,6 +148,7 @@ def test_fault(name, jit):
     agree(mpi.call_count() == sent, f"messages before {text}")
 
 
+@pytest.mark.once
 def test_numbers_and_numpy_arrays_are_vectors():
     def double(p):
         return jax.tree.map(lambda leaf: 2 * leaf, p)
@@ -163,6 +170,7 @@ def test_limits_may_be_traced():
     agree(solve._cache_size() == 1)
 
 
+@pytest.mark.once
 def test_tolerances_may_be_integers():
     _, info = cg(identity, ONES, tol=0, atol=1)
     agree(info.reason_name == "converged", info.message)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from linalg import problems
-from linalg.problems import alone
 from spmd import agree, assert_allclose, ranks
 
 from distsolve import mpi
@@ -37,8 +36,7 @@ def weigh(x):
     return jnp.vdot(weights * (1j if jnp.iscomplexobj(x) else 1), x).real + jnp.sum(abs(x) ** 2)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+@pytest.mark.parametrize(("dtype", "jit"), [(np.float64, False), (np.complex128, True)])
 def test_gradient_over_ranks(dtype, jit):
     system = problems.samples(ranks().size, dtype=dtype)
     pieces = [jnp.asarray(rows) for rows in system.pieces]
@@ -46,7 +44,7 @@ def test_gradient_over_ranks(dtype, jit):
     ours = jax.grad(lambda *a: weigh(sr_solution(*a, system.total)), (0, 1, 2))
     if jit:
         ours = jax.jit(ours)
-    dense = jax.grad(lambda *a: weigh(dense_solution(*a, system.total)), (0, 1, 2))
+    dense = jax.jit(jax.grad(lambda *a: weigh(dense_solution(*a, system.total)), (0, 1, 2)))
     d_rows, d_shift, d_b = ours(pieces[ranks().rank], shift, b)
     want_rows, want_shift, want_b = dense(pieces, shift, b)
     # The rows belong to a rank, shift and b to all: each rank gets the whole of each.
@@ -102,7 +100,7 @@ def second_order(f, point, direction):
     return jax.jit(forward)(*point), jax.jit(reverse)(*point)
 
 
-@alone
+@pytest.mark.once
 @pytest.mark.watchdog(180)
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_second_derivatives(dtype):
@@ -121,7 +119,7 @@ def test_second_derivatives(dtype):
         assert_allclose(a, b, rtol=1e-7, atol=1e-8)
 
 
-@alone
+@pytest.mark.once
 @pytest.mark.watchdog(180)
 def test_tree_of_real_and_complex_leaves():
     """An operator that is symmetric over Re <x, y> and not linear over the complex numbers."""
@@ -159,7 +157,7 @@ def test_tree_of_real_and_complex_leaves():
         assert_allclose(a, b_, rtol=1e-7, atol=1e-8)
 
 
-@alone
+@pytest.mark.once
 def test_start_and_preconditioner_do_not_count():
     system = problems.random_spd(6)
     matrix, b = jnp.asarray(system.matrix), jnp.asarray(system.b)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from linalg import problems
-from linalg.problems import Product, alone
+from linalg.problems import Product
 from spmd import agree, assert_allclose
 
 from distsolve.linalg import cg
@@ -72,7 +72,7 @@ def test_unjitted_gradients_compile_once(compilations):
     agree(0 < counts[2] == counts[-1], f"compilations after each call: {counts}")
 
 
-@alone
+@pytest.mark.once
 def test_callback_in_the_operator():
     def A(p):
         return jax.pure_callback(lambda p: 2 * np.asarray(p), p, p)
@@ -81,7 +81,7 @@ def test_callback_in_the_operator():
         assert_allclose(cg(A, jnp.ones(2))[0], [0.5, 0.5])
 
 
-@alone
+@pytest.mark.once
 def test_rule_of_the_operator_is_its_own():
     """Two operators that differ only in a derivative rule are not taken for one another."""
 
@@ -98,7 +98,7 @@ def test_rule_of_the_operator_is_its_own():
         assert_allclose(gradient(factor), -0.75 * factor)
 
 
-@alone
+@pytest.mark.once
 def test_attribute_that_changes_is_seen():
     class Scaled:
         factor = 2.0

@@ -7,6 +7,8 @@ import pytest
 
 from distsolve.linalg import trees
 
+pytestmark = pytest.mark.once
+
 
 def vector(seed):
     random = np.random.default_rng(seed)

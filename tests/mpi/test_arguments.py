@@ -1,5 +1,6 @@
 """Every wrong argument raises our own sentence while tracing, on every rank, and calls no MPI."""
 
+import itertools
 import re
 
 import jax
@@ -13,10 +14,6 @@ from distsolve import mpi
 
 HUGE = 10**6  # more ranks than any test has
 X = np.arange(3.0)
-
-
-def world():
-    return ranks().communicators["world"]
 
 
 def by_rank(row=(2,)):
@@ -290,6 +287,7 @@ def fault(call, error, sentence):
     return "nothing was raised"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_argument_is_refused(case):
     call, error, sentence = WRONG[case]
@@ -321,6 +319,7 @@ def test_an_argument_that_is_traced_is_refused(argument):
     agree(found is None, found)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("argument", ["root", "dest", "source", "tag", "counts"])
 def test_concrete_integers_of_any_kind_are_taken(argument):
     from mpi4py import MPI
@@ -336,6 +335,7 @@ def test_concrete_integers_of_any_kind_are_taken(argument):
         assert_equal(call(kind(0)), X, f"{argument} {kind}")
 
 
+@pytest.mark.once
 def test_operations_that_programs_cannot_use():
     from mpi4py import MPI
 
@@ -363,17 +363,16 @@ def test_communicators_that_are_not_usable(name):
         agree(found is None, found)
 
 
-def test_an_intercommunicator_is_refused():
+def test_an_intercommunicator_and_a_group_are_refused(world):
     from mpi4py import MPI
 
-    if world().size == 1:
+    if world.size == 1:
         pytest.skip("an intercommunicator has at least two ranks")
-    halves = world().Split(world().rank % 2, world().rank)
-    inter = halves.Create_intercomm(0, world(), 1 - world().rank % 2)
-    for name, call in EVERYTHING.items():
-        found = fault(
-            lambda call=call: call(inter), TypeError, "`comm` is .*; expected an mpi4py.MPI.Intra"
-        )
+    halves = world.Split(world.rank % 2, world.rank)
+    inter = halves.Create_intercomm(0, world, 1 - world.rank % 2)
+    words = "`comm` is .*; expected an mpi4py.MPI.Intra"
+    for (name, call), comm in itertools.product(EVERYTHING.items(), (inter, MPI.GROUP_EMPTY)):
+        found = fault(lambda call=call, comm=comm: call(comm), TypeError, words)
         agree(found is None, f"{name}: {found}")
     inter.Free()
     halves.Free()

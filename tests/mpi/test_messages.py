@@ -5,22 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mpi import oracle
-from spmd import agree, assert_equal, ranks
+from spmd import ROADS, agree, assert_equal, on
 
 from distsolve import mpi
 
 KIB = 1024
-ROADS = {"eager": lambda function: function, "jitted": jax.jit}
-
-
-@pytest.fixture(params=ROADS)
-def road(request):
-    return ROADS[request.param]
-
-
-@pytest.fixture(name="world")
-def world_fixture():
-    return ranks().communicators["world"]
 
 
 def neighbours(comm):
@@ -60,8 +49,13 @@ def check_chain(road, comm, shape=(4,), dtype=np.float32):
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (0,), (2, 3), (5000,)], ids=str)
-def test_chain_of_messages(shape, comm, road):
-    check_chain(road, comm, shape)
+def test_chain_of_messages(shape, world, road):
+    check_chain(road, world, shape)
+
+
+@on("self", "dup", "halves")
+def test_chain_of_messages_on_every_communicator(comm, road):
+    check_chain(road, comm)
 
 
 def test_two_functions_one_after_the_other_without_blocking(world):
@@ -336,14 +330,4 @@ def test_an_exchange_that_is_too_long(road, world):
     ):
         jax.block_until_ready(road(lambda x: mpi.sendrecv(x, x[:3], source, dest))(jnp.zeros(5)))
     agree(True)
-    assert_all_is_well(world)
-
-
-def test_a_compiled_function_outlives_its_communicator(world):
-    comm = world.Dup()
-    function = jax.jit(lambda x: mpi.allreduce(x, comm=comm))
-    assert_equal(function(jnp.ones(2)), np.full(2, float(world.size)))
-    comm.Free()
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"MPI_Allreduce.*has been freed"):
-        jax.block_until_ready(function(jnp.ones(2)))
     assert_all_is_well(world)

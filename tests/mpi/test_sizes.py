@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mpi import oracle
-from spmd import agree, assert_equal, ranks
+from spmd import ROADS, agree, assert_equal, on, ranks
 
 from distsolve import mpi
 from distsolve.mpi.native import abi
@@ -15,13 +15,7 @@ from distsolve.mpi.native import abi
 INT_MAX = 2**31 - 1
 KIB = 1024
 CHUNKED = ("allreduce", "reduce", "scan", "exscan", "bcast")
-ROADS = {"eager": lambda function: function, "jitted": jax.jit}
 MPI_NAMES = {"reduce_scatter": "MPI_Reduce_scatter_block", "allreduce_symmetric": "MPI_Allreduce"}
-
-
-@pytest.fixture(params=ROADS)
-def road(request):
-    return ROADS[request.param]
 
 
 @pytest.fixture
@@ -36,19 +30,6 @@ def count_limit():
     """Pretend that MPI's counts end early; the true end comes back afterwards."""
     yield abi.set_count_limit
     abi.set_count_limit(INT_MAX)
-
-
-@pytest.fixture
-def without_in_place():
-    """Turn MPI_IN_PLACE off."""
-    abi.set_in_place(False)
-    yield
-    abi.set_in_place(True)
-
-
-@pytest.fixture(name="world")
-def world_fixture():
-    return ranks().communicators["world"]
 
 
 def counted(function, name):
@@ -121,13 +102,20 @@ def test_ones_of_behaviour(chunk, world):
 
 
 @pytest.mark.parametrize("name", oracle.SERIAL)
-@pytest.mark.parametrize("row", [(0,), (3, 0), (0, 2)], ids=str)
-def test_empty_arrays(name, row, world):
+def test_empty_arrays(name, world):
     more = oracle.variants(name, world.size)[-1]
-    xs = oracle.operands(name, oracle.members(world), more, np.float32, row)
+    operands = [
+        oracle.operands(name, oracle.members(world), more, np.float32, row)
+        for row in ((0,), (3, 0), (0, 2))
+    ]
+
+    def program(xs):
+        return [oracle.invoke(name, x, world, more) for x in xs]
+
+    mine = [jnp.asarray(xs[world.rank]) for xs in operands]
     for road in ROADS.values():
-        y = road(lambda x: oracle.invoke(name, x, world, more))(jnp.asarray(xs[world.rank]))
-        assert_equal(y, oracle.SERIAL[name](xs, *more)[world.rank], name)
+        for y, xs in zip(road(program)(mine), operands, strict=True):
+            assert_equal(y, oracle.SERIAL[name](xs, *more)[world.rank], name)
 
 
 def test_empty_leaves_and_empty_trees(road, world):
@@ -142,22 +130,26 @@ def test_empty_leaves_and_empty_trees(road, world):
     agree(y == {"a": (), "b": None} and calls == 0, f"{y}, {calls} calls")
 
 
-@pytest.mark.parametrize("value", [3, 2.5, True, 1 + 2j, np.float32(1.5), np.int16(7)], ids=repr)
-def test_scalars(value, road, world):
-    op = mpi.LOR if value is True else mpi.SUM
-    xs = [
-        np.asarray(value and r == 0 if value is True else value * type(value)(r + 1))
-        for r in range(world.size)
-    ]
-    mine = xs[world.rank] if isinstance(value, np.generic) else xs[world.rank].item()
-    functions = {
-        "allreduce": (lambda x: mpi.allreduce(x, op), (op,)),
-        "bcast": (mpi.bcast, (0,)),
-        "allgather": (mpi.allgather, ()),
-        "scan": (lambda x: mpi.scan(x, op), (op,)),
-    }
-    for name, (function, more) in functions.items():
-        y = road(function)(mine)
+SCALARS = {
+    "int": lambda r: 3 + r,
+    "float": lambda r: 2.5 - r,
+    "bool": lambda r: r == 0,
+    "complex": lambda r: 1 + 2j * r,
+    "float32": lambda r: np.float32(1.5 + r),
+    "int16": lambda r: np.int16(7 - r),
+}
+
+
+@pytest.mark.parametrize("kind", SCALARS)
+def test_scalars(kind, road, world):
+    op = mpi.LOR if kind == "bool" else mpi.SUM
+    xs = [np.asarray(SCALARS[kind](r)) for r in range(world.size)]
+    mine = SCALARS[kind](world.rank)
+    arguments = {"allreduce": (op,), "bcast": (0,), "allgather": (), "scan": (op,)}
+    results = road(lambda x: [getattr(mpi, name)(x, *more) for name, more in arguments.items()])(
+        mine
+    )
+    for y, (name, more) in zip(results, arguments.items(), strict=True):
         assert_equal(y, oracle.SERIAL[name](xs, *more)[world.rank], name)
 
 
@@ -185,19 +177,20 @@ def test_views_and_transposes_are_sent_in_row_major_order(road, world):
 LARGE = tuple(name for name in oracle.SERIAL if name not in oracle.REDUCTIONS and name != "bcast")
 
 
-@pytest.mark.parametrize("limit", [5, 64])
+@on("self", "world", "halves")
 @pytest.mark.parametrize("name", LARGE)
-def test_the_large_count_road_of_data_movement(name, limit, comm, count_limit):
+def test_the_large_count_road_of_data_movement(name, comm, count_limit):
     world = oracle.members(comm)
     cases = oracle.variants(name, comm.size)
     operands = [oracle.operands(name, world, more, np.float32, (7,)) for more in cases]
     function = jax.jit(
         lambda xs: [oracle.invoke(name, x, comm, m) for x, m in zip(xs, cases, strict=True)]
     )
-    count_limit(limit)
-    results = function([jnp.asarray(xs[comm.rank]) for xs in operands])
-    wrong = oracle.compare(name, results, cases, operands, comm.rank)
-    agree(not wrong, "; ".join(wrong))
+    for limit in (5, 64):
+        count_limit(limit)
+        results = jax.block_until_ready(function([jnp.asarray(xs[comm.rank]) for xs in operands]))
+        wrong = oracle.compare(name, results, cases, operands, comm.rank)
+        agree(not wrong, f"from {limit} elements: {'; '.join(wrong)}")
 
 
 def test_the_large_count_road_is_taken(count_limit, world):
@@ -245,17 +238,24 @@ def test_a_short_message_on_the_large_count_road(count_limit, world):
 
 
 @pytest.mark.parametrize("name", [*CHUNKED, "reduce_scatter"])
-@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32])
+@pytest.mark.parametrize(
+    ("dtype", "road"),
+    [(np.float64, "eager"), (np.float16, "jitted"), (np.int32, "jitted")],
+    indirect=["road"],
+)
 def test_without_in_place(name, dtype, road, world, without_in_place):
     run(name, road, world, 700, dtype)
     run(name, road, world, 700, dtype, chunk_bytes=96)
 
 
-def test_without_in_place_a_donated_operand_is_right(world, without_in_place):
-    x = jnp.arange(5000.0) + world.rank
-    want = world.size * np.arange(5000.0) + sum(range(world.size))
-    assert_equal(mpi.allreduce(x, donate=True), want)
-    agree(x.is_deleted())
+@pytest.mark.parametrize("n", [0, 3, 100_000])
+def test_without_in_place_a_donated_operand_is_right(n, world, without_in_place):
+    numbers = np.arange(float(n))
+    total = world.size * numbers + sum(range(world.size))
+    for function, want in ((mpi.allreduce, total), (mpi.bcast, numbers)):
+        x = jnp.arange(float(n)) + world.rank
+        assert_equal(function(x, donate=True), want)
+        agree(x.is_deleted())
 
 
 def test_without_in_place_trees_and_triangles(road, world, without_in_place):
@@ -305,11 +305,14 @@ def test_one_message_per_dtype(name, road, world):
     agree(calls == len(dtypes), f"{calls} calls for {len(dtypes)} dtypes")
 
 
-def test_a_tree_of_one_dtype_is_one_message(road):
-    tree = {"a": jnp.ones(3) * (ranks().rank + 1), "b": jnp.ones(5)}
-    y, calls = counted(lambda: road(mpi.allreduce)(tree), "allreduce")
-    agree(calls == 1, f"{calls} calls")
-    assert_equal(y["b"], np.full(5, float(ranks().size)))
+def test_messages_of_a_small_tree(road):
+    tree = {"a": jnp.ones(3), "b": jnp.ones(5), "c": jnp.ones(2, jnp.float32)}
+    for leaves, messages in (("ab", 1), ("abc", 2)):
+        x = {name: tree[name] * (ranks().rank + 1.0) for name in leaves}
+        y, calls = counted(lambda x=x: road(mpi.allreduce)(x), "allreduce")
+        agree(calls == messages, f"{calls} calls")
+        for name in leaves:
+            assert_equal(y[name], sum(range(1, ranks().size + 1)) * tree[name])
 
 
 def test_packed_leaves_cross_chunks(chunk, road, world):
@@ -347,7 +350,14 @@ TRIANGLES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", TRIANGLES)
+@pytest.mark.parametrize(
+    ("dtype", "comm"),
+    [
+        *((dtype, "world") for dtype in TRIANGLES),
+        *((np.complex128, kind) for kind in ("self", "dup", "halves")),
+    ],
+    indirect=["comm"],
+)
 def test_symmetric_matrices(dtype, comm):
     shapes = [(0, 0), (1, 1), (2, 2), (31, 31), (32, 32), (65, 65), (2, 3, 5, 5), (0, 4, 4)]
     world = oracle.members(comm)

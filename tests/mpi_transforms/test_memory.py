@@ -11,7 +11,6 @@ import pytest
 from spmd import agree, assert_allclose, assert_equal, ranks
 
 from distsolve import mpi
-from distsolve.mpi.native import abi
 
 MIB = 1 << 20
 compilations = 0
@@ -38,15 +37,6 @@ def peak_growth(function, *arguments):
     before = memory("VmRSS")
     result = jax.block_until_ready(function(*arguments))
     return result, memory("VmHWM") - before
-
-
-@pytest.fixture
-def without_in_place():
-    """Treat this MPI as one whose MPI_IN_PLACE is broken."""
-    mpi.prepare()
-    abi.set_in_place(False)
-    yield
-    abi.set_in_place(True)
 
 
 def numbered(shape, dtype=jnp.float64):
@@ -145,19 +135,6 @@ def test_eager_call_compiles_once_per_shape():
     agree(compilations - before == 2, f"{compilations - before} compilations for two shapes")
 
 
-def test_chunks():
-    mpi.prepare()
-    mpi.set_chunk_bytes(4000)
-    try:
-        before = mpi.call_count()["MPI_Allreduce"]
-        y = mpi.allreduce(jnp.ones(2500, jnp.float32))
-        made = mpi.call_count()["MPI_Allreduce"] - before
-    finally:
-        mpi.set_chunk_bytes(None)
-    agree(made == 3, f"{made} MPI calls")
-    assert_equal(y, np.full(2500, ranks().size, np.float32))
-
-
 # 64 MiB on every rank: what is measured does not grow with the array, and three ranks fit.
 LARGE = 64 * MIB
 
@@ -182,14 +159,6 @@ def test_scratch_of_a_large_reduction_without_in_place(without_in_place):
     agree(bool(jnp.all(y == total())))
     agree(y.unsafe_buffer_pointer() == address)
     agree(grown <= 8 * MIB, f"{grown / MIB:.1f} MiB of scratch")
-
-
-def test_values_without_in_place(without_in_place):
-    for n in (0, 3, 100_000):
-        for name, expected in (("allreduce", total()), ("bcast", 1.0)):
-            x = numbered(n)
-            assert_allclose(jax.jit(getattr(mpi, name))(x), np.full(n, expected), message=name)
-            assert_allclose(getattr(mpi, name)(x, donate=True), np.full(n, expected), message=name)
 
 
 def test_programs_in_place_pass():

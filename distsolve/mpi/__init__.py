@@ -4,7 +4,7 @@ Importing this module neither initialises MPI nor creates a JAX backend; the fir
 """
 
 from distsolve.mpi import lifecycle
-from distsolve.mpi.comm import ANY_SOURCE, ANY_TAG, PROC_NULL, set_chunk_bytes
+from distsolve.mpi.comm import set_chunk_bytes
 from distsolve.mpi.inspect import assert_in_place, call_count
 from distsolve.mpi.messages import Status, recv, send, sendrecv
 from distsolve.mpi.movement import (
@@ -44,6 +44,7 @@ from distsolve.mpi.ops import (
     scan,
     size,
 )
+from distsolve.mpi.wildcards import ANY_SOURCE, ANY_TAG, PROC_NULL
 
 lifecycle.abort_on_exception()
 

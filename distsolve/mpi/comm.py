@@ -1,4 +1,4 @@
-"""Communicators, ranks and statuses as the small integers that programs carry.
+"""Communicators as the small integers that programs carry.
 
 A program never holds an MPI handle: handles differ by rank and by run. The first use of a
 communicator duplicates it once (so that the user's own messages cannot match ours) and gives the
@@ -7,23 +7,19 @@ duplicate a number that is never used again and is the same on all its ranks.
 
 from __future__ import annotations
 
-import operator
 import os
 import traceback
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
 from distsolve.mpi import lifecycle
 from distsolve.mpi._jaxcompat import wait_for_ordered
+from distsolve.mpi.arguments import MAX_CHUNK, check_chunk
 from distsolve.mpi.library import load
 from distsolve.mpi.native import abi
 
 _MIB = 1 << 20
 CHUNK_ON_ONE_NODE = 1 * _MIB
 CHUNK_ACROSS_NODES = 16 * _MIB
-_MAX_CHUNK = 1 << 30
 
 
 class Comm(NamedTuple):
@@ -33,34 +29,6 @@ class Comm(NamedTuple):
     rank: int
     size: int
 
-
-class Wildcard:
-    """A named rank or tag: ``ANY_SOURCE``, ``ANY_TAG`` or ``PROC_NULL``, good for mpi4py too.
-
-    MPI libraries give these different values, known only once MPI is loaded.
-    """
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __index__(self) -> int:
-        return getattr(load(), self.name.lower())
-
-    def __jax_array__(self) -> jax.Array:
-        return jnp.asarray(operator.index(self))
-
-    def __eq__(self, other: object) -> bool:
-        return operator.index(self) == other if isinstance(other, int) else self is other
-
-    __hash__ = None  # type: ignore[assignment]  # it would have to be that of an int not known yet
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-ANY_SOURCE = Wildcard("ANY_SOURCE")
-ANY_TAG = Wildcard("ANY_TAG")
-PROC_NULL = Wildcard("PROC_NULL")
 
 _world: Comm | None = None
 _by_id: dict[int, Comm] = {}
@@ -181,19 +149,8 @@ def _chunk_from_environment() -> int | None:
     except ValueError as error:
         raise ValueError(
             f"DISTSOLVE_CHUNK_BYTES is {text!r}; expected a number of bytes from 16 to "
-            f"{_MAX_CHUNK}, for instance 4194304."
+            f"{MAX_CHUNK}, for instance 4194304."
         ) from error
-
-
-def check_chunk(nbytes: int, name: str) -> int:
-    """Raise unless a chunk can hold an element and be counted by an int."""
-    value = as_int(nbytes, f"`{name}`")
-    if not 16 <= value <= _MAX_CHUNK:
-        raise ValueError(
-            f"`{name}` is {value}; expected a number of bytes from 16 to {_MAX_CHUNK}, the same "
-            "on all ranks."
-        )
-    return value
 
 
 def set_chunk_bytes(nbytes: int | None) -> None:
@@ -213,95 +170,3 @@ def set_chunk_bytes(nbytes: int | None) -> None:
     _chunk_override = None if nbytes is None else check_chunk(nbytes, "nbytes")
     for comm_id, default in _default_chunks.items():
         abi.set_chunk(comm_id, _chunk_override or default)
-
-
-def as_chunk(chunk_bytes: int | None) -> int:
-    """The `chunk_bytes` of a call as programs carry it: 0 is the communicator's default."""
-    return 0 if chunk_bytes is None else check_chunk(chunk_bytes, "chunk_bytes")
-
-
-def as_int(value: Any, what: str) -> int:
-    """An int, also from a NumPy or JAX scalar; `what` names the argument in the error."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{what} is {value!r} of type {type(value).__name__}; expected an int that is known "
-            "while tracing."
-        ) from None
-
-
-def check_root(root: Any, comm: Comm, call: str) -> int:
-    """Raise unless `root` is a rank of the communicator."""
-    value = as_int(root, f"`root` of {call}")
-    if not 0 <= value < comm.size:
-        raise ValueError(
-            f"`root` of {call} is {value}; expected a rank from 0 to {comm.size - 1} of the "
-            "communicator."
-        )
-    return value
-
-
-def check_peer(peer: Any, comm: Comm, name: str, call: str) -> int:
-    """A rank, or the canonical number of a wildcard; ``ANY_SOURCE`` only where it is a source."""
-    value = as_int(peer, f"`{name}` of {call}")
-    if 0 <= value < comm.size:
-        return value
-    library = load()
-    if peer is ANY_TAG:  # in some MPI libraries the number of PROC_NULL
-        value = comm.size
-    if value == library.proc_null:
-        return abi.PROC_NULL
-    if value == library.any_source and name != "dest":
-        return abi.ANY_SOURCE
-    wildcards = "PROC_NULL" if name == "dest" else "ANY_SOURCE or PROC_NULL"
-    raise ValueError(
-        f"`{name}` of {call} is {peer}; expected a rank from 0 to {comm.size - 1} of the "
-        f"communicator, or {wildcards}."
-    )
-
-
-def check_tag(tag: Any, name: str, call: str) -> int:
-    """A tag, or the canonical number of ``ANY_TAG`` where the tag is one to receive."""
-    value = as_int(tag, f"`{name}` of {call}")
-    receives = name == "recvtag" or call == "recv"
-    if receives and value == load().any_tag and tag is not PROC_NULL:
-        return abi.ANY_TAG
-    largest = load().max_tag
-    if not 0 <= value <= largest:
-        raise ValueError(
-            f"`{name}` of {call} is {tag}; expected a number from 0 to {largest}"
-            + (", or ANY_TAG." if receives else ".")
-        )
-    return value
-
-
-_statuses: dict[int, tuple[int, Any]] = {}
-
-
-def check_status(status: Any) -> None:
-    """Raise unless a status is mpi4py's, or None."""
-    MPI = load().MPI
-    if status is not None and (MPI is None or not isinstance(status, MPI.Status)):
-        raise TypeError(
-            f"`status` is {status!r} of type {type(status).__name__}; expected an "
-            "mpi4py.MPI.Status or None; where there is no MPI, use return_status=True."
-        )
-
-
-def status_id(status: Any) -> int:
-    """The number of an ``MPI.Status`` for use in programs; it is kept alive for their sake."""
-    if status is None:
-        return 0
-    if id(status) not in _statuses:
-        number = len(_statuses) + 1
-        abi.add_status(number, load().MPI._addressof(status))
-        _statuses[id(status)] = number, status
-    return _statuses[id(status)][0]
-
-
-def fill_status(status: Any, source: int, tag: int, nbytes: int) -> None:
-    """Fill an ``MPI.Status`` from what an eager call returned."""
-    status.Set_source(source)
-    status.Set_tag(tag)
-    status.Set_elements(load().MPI.BYTE, nbytes)

@@ -8,17 +8,11 @@ import jax
 
 from distsolve.mpi import table
 from distsolve.mpi._jaxcompat import is_tracing
+from distsolve.mpi.arguments import check_peer, check_tag
 from distsolve.mpi.carrier import encode
-from distsolve.mpi.comm import (
-    ANY_SOURCE,
-    ANY_TAG,
-    check_peer,
-    check_status,
-    check_tag,
-    fill_status,
-    resolve,
-    status_id,
-)
+from distsolve.mpi.comm import resolve
+from distsolve.mpi.status import check_status, fill_status, status_id
+from distsolve.mpi.wildcards import ANY_SOURCE, ANY_TAG
 
 
 class Status(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from distsolve.mpi import table
+from distsolve.mpi.arguments import as_counts, check_leading, check_root
 from distsolve.mpi.carrier import encode
-from distsolve.mpi.comm import Comm, check_root, resolve
-from distsolve.mpi.ops import check_leading
+from distsolve.mpi.comm import resolve
 from distsolve.mpi.primitive import MPIPrimitive
 
 
@@ -59,22 +59,6 @@ def alltoall(x: Any, *, comm: Any = None) -> Any:
     return _movement(table.alltoall, x, record.size, comm=record.id)
 
 
-def _as_counts(counts: Sequence[int], comm: Comm, name: str, call: str) -> tuple[int, ...]:
-    try:
-        values = tuple(int(c.__index__()) for c in counts)
-    except (AttributeError, TypeError) as error:
-        raise TypeError(
-            f"`{name}` of {call} is {counts!r}; expected {comm.size} ints that are known while "
-            "tracing."
-        ) from error
-    if len(values) != comm.size or min(values) < 0:
-        raise ValueError(
-            f"`{name}` of {call} is {counts!r}; expected {comm.size} non-negative ints, one per "
-            "rank."
-        )
-    return values
-
-
 def gatherv(x: Any, counts: Sequence[int], root: int = 0, *, comm: Any = None) -> Any:
     """Concatenate every rank's rows at the root; the others get `x` back.
 
@@ -84,7 +68,7 @@ def gatherv(x: Any, counts: Sequence[int], root: int = 0, *, comm: Any = None) -
     counts : rows of every rank, the same on all ranks, known while tracing
     """
     record, call = resolve(comm), "gatherv"
-    counts = _as_counts(counts, record, "counts", call)
+    counts = as_counts(counts, record, "counts", call)
     root = check_root(root, record, call)
     return _movement(
         table.gatherv, x, counts[record.rank], comm=record.id, counts=counts, root=root
@@ -101,7 +85,7 @@ def scatterv(x: Any, counts: Sequence[int], root: int = 0, *, comm: Any = None) 
     counts : as for `gatherv`.
     """
     record, call = resolve(comm), "scatterv"
-    counts = _as_counts(counts, record, "counts", call)
+    counts = as_counts(counts, record, "counts", call)
     root = check_root(root, record, call)
     leading = sum(counts) if record.rank == root else None
     return _movement(table.scatterv, x, leading, comm=record.id, counts=counts, root=root)
@@ -110,7 +94,7 @@ def scatterv(x: Any, counts: Sequence[int], root: int = 0, *, comm: Any = None) 
 def allgatherv(x: Any, counts: Sequence[int], *, comm: Any = None) -> Any:
     """Concatenate every rank's rows on all ranks. Parameters as for `gatherv`."""
     record, call = resolve(comm), "allgatherv"
-    counts = _as_counts(counts, record, "counts", call)
+    counts = as_counts(counts, record, "counts", call)
     return _movement(table.allgatherv, x, counts[record.rank], comm=record.id, counts=counts)
 
 
@@ -126,8 +110,8 @@ def alltoallv(
         ``send_counts[r]`` here must equal ``recv_counts[this rank]`` on rank r.
     """
     record, call = resolve(comm), "alltoallv"
-    send_counts = _as_counts(send_counts, record, "send_counts", call)
-    recv_counts = _as_counts(recv_counts, record, "recv_counts", call)
+    send_counts = as_counts(send_counts, record, "send_counts", call)
+    recv_counts = as_counts(recv_counts, record, "recv_counts", call)
     return _movement(
         table.alltoallv,
         x,

@@ -9,10 +9,10 @@ import jax
 
 from distsolve.mpi import table
 from distsolve.mpi._jaxcompat import is_tracing
+from distsolve.mpi.arguments import as_chunk, as_op, check_leading, check_root, donated
 from distsolve.mpi.carrier import as_array, encode
-from distsolve.mpi.comm import as_chunk, check_root, live, resolve
-from distsolve.mpi.library import load
-from distsolve.mpi.operations import SUM, Op, check_op
+from distsolve.mpi.comm import live, resolve
+from distsolve.mpi.operations import SUM, check_op
 from distsolve.mpi.primitive import MPIPrimitive
 
 
@@ -38,24 +38,6 @@ def prepare(comm: Any = None) -> None:
     resolve(comm)
 
 
-def _as_op(op: Any, call: str) -> Op:
-    if isinstance(op, Op):
-        return op
-    library = load()
-    if library.MPI is not None and isinstance(op, library.MPI.Op):
-        known = library.op_of(op)
-        if known is not None:
-            return known
-        raise ValueError(
-            f"`op` of {call} is an MPI operation that compiled programs cannot use; expected one "
-            f"of {', '.join(o.name for o in Op)}."
-        )
-    raise TypeError(
-        f"`op` of {call} is {op!r} of type {type(op).__name__}; expected an operation such as "
-        "distsolve.mpi.SUM or mpi4py.MPI.SUM."
-    )
-
-
 def _each_dtype(
     x: Any, call: str, bind: Callable[[list], list], check: Callable[[Any], None] | None = None
 ) -> Any:
@@ -78,17 +60,6 @@ def _each_dtype(
     return jax.tree.unflatten(tree, leaves)
 
 
-def _donated(x: Any, donate: bool, call: str) -> bool:
-    """Whether to donate; raises, before anything is sent, where an array stands in `x` twice."""
-    leaves = jax.tree.leaves(x) if donate else []
-    if len({id(leaf) for leaf in leaves}) < len(leaves):
-        raise ValueError(
-            f"`donate=True` of {call}: an array is in `x` twice, and cannot be consumed twice. "
-            "Pass a copy, or do not donate."
-        )
-    return donate
-
-
 def _reduction(
     row: MPIPrimitive,
     x: Any,
@@ -99,7 +70,7 @@ def _reduction(
     **more: int,
 ) -> Any:
     call = row.spec.name
-    op, donate = _as_op(op, call), _donated(x, donate, call)
+    op, donate = as_op(op, call), donated(x, donate, call)
     chunk = as_chunk(chunk_bytes)
     record = resolve(comm)
     return _each_dtype(
@@ -204,14 +175,6 @@ def exscan(
     return _reduction(table.exscan, x, op, comm, donate, chunk_bytes)
 
 
-def check_leading(x: Any, wanted: int, call: str) -> None:
-    if x.ndim == 0 or x.shape[0] != wanted:
-        raise ValueError(
-            f"`x` of {call} has shape {x.shape}; expected a leading axis of length {wanted}, one "
-            "entry per rank."
-        )
-
-
 def reduce_scatter(
     x: Any,
     op: Any = SUM,
@@ -235,7 +198,7 @@ def reduce_scatter(
     pytree of arrays (*shape), sharded: each rank its own block.
     """
     record, call = resolve(comm), "reduce_scatter"
-    op, donate = _as_op(op, call), _donated(x, donate, call)
+    op, donate = as_op(op, call), donated(x, donate, call)
     chunk = as_chunk(chunk_bytes)
 
     def one(leaf: Any) -> Any:
@@ -272,7 +235,7 @@ def allreduce_symmetric(
     The derivative is that of `allreduce` on symmetric matrices: cotangents are taken as they are.
     """
     record, call = resolve(comm), "allreduce_symmetric"
-    chunk, donate = as_chunk(chunk_bytes), _donated(S, donate, call)
+    chunk, donate = as_chunk(chunk_bytes), donated(S, donate, call)
 
     def one(leaf: Any) -> Any:
         leaf = as_array(leaf, call)
@@ -333,7 +296,7 @@ def bcast(
     """
     record = resolve(comm)
     root = check_root(root, record, "bcast")
-    chunk, donate = as_chunk(chunk_bytes), _donated(x, donate, "bcast")
+    chunk, donate = as_chunk(chunk_bytes), donated(x, donate, "bcast")
     leaves, tree = jax.tree.flatten(x)
     encoded = [encode(leaf, "bcast") for leaf in leaves]
     moved = _each_dtype(

@@ -8,6 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# XLA packs these, several to a byte.
+_WIDER = {
+    "int1": jnp.int8,
+    "int2": jnp.int8,
+    "int4": jnp.int8,
+    "uint1": jnp.uint8,
+    "uint2": jnp.uint8,
+    "uint4": jnp.uint8,
+    "float4_e2m1fn": jnp.float32,
+    "float6_e2m3fn": jnp.float32,
+    "float6_e3m2fn": jnp.float32,
+}
+
 
 def encode(x: Any, call: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """An array of whole bytes per element, and the function that turns it back.
@@ -21,22 +34,10 @@ def encode(x: Any, call: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Arra
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         impl = jax.random.key_impl(x)
         return jax.random.key_data(x), lambda y: jax.random.wrap_key_data(y, impl=impl)
-    try:
-        bits = (
-            jnp.finfo(x.dtype).bits
-            if jnp.issubdtype(x.dtype, jnp.floating)
-            else (jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8)
-        )
-    except ValueError:
-        bits = 8
-    if bits >= 8:
+    wider = _WIDER.get(x.dtype.name)
+    if wider is None:
         return x, lambda y: y
     dtype = x.dtype
-    wider = (
-        jnp.float32
-        if jnp.issubdtype(dtype, jnp.floating)
-        else (jnp.uint8 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int8)
-    )
     return x.astype(wider), lambda y: y.astype(dtype)
 
 

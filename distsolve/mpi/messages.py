@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +25,21 @@ class Status(NamedTuple):
 
 
 def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> None:
-    """Send `x` to rank `dest`, one message per leaf; returns when MPI's MPI_Send does.
+    """Send `x` to rank `dest`; returns when MPI_Send does.
 
     Two ranks that both send first wait for each other forever once messages are too large to be
     buffered: use `sendrecv`.
+
+    Parameters
+    ----------
+    x : array, or pytree of arrays
+    dest : rank or ``PROC_NULL``, known while tracing
+    tag : int, known while tracing
+    comm : as for `allreduce`.
+
+    Communication
+    -------------
+    One message per leaf.
     """
     record = resolve(comm)
     dest = check_peer(dest, record, "dest", "send")
@@ -55,7 +67,16 @@ def recv(
     status : mpi4py.MPI.Status or None
         Filled when the call runs; counts are in ``MPI.BYTE``.
     return_status : bool
-        Return ``(y, Status(source, tag, count))`` with arrays; the count is in elements.
+        Return ``(y, Status(source, tag, count))`` with arrays; the count is in elements, and for
+        random keys in words.
+
+    Returns
+    -------
+    pytree like `x`.
+
+    Communication
+    -------------
+    One message per leaf.
 
     Raises
     ------
@@ -65,33 +86,40 @@ def recv(
     record = resolve(comm)
     source = check_peer(source, record, "source", "recv")
     tag = check_tag(tag, "tag", "recv")
+
+    def one(array: Any, index: int, number: int) -> Any:
+        return table.recv(array, comm=record.id, source=source, status=number, tag=tag)
+
+    return _receive(x, "x", "recv", one, status, return_status)
+
+
+def _receive(
+    x: Any,
+    name: str,
+    call: str,
+    one: Callable[[Any, int, int], Any],
+    status: Any,
+    return_status: bool,
+) -> Any:
+    """Receive each leaf of a template by ``one(array, index, number of the status)``.
+
+    The status is that of the last leaf. A compiled program fills the user's own by its number; for
+    an eager call it is filled here.
+    """
     leaves, tree = jax.tree.flatten(x)
-    _refuse_nothing(leaves, "x", "recv")
-    number = _in_program(status)
-    received, arrived = [], None
-    for leaf in leaves:
-        array, decode = encode(leaf, "recv")
-        y, arrived = table.recv(array, comm=record.id, source=source, status=number, tag=tag)
-        received.append(decode(y))
-    return _answer(jax.tree.unflatten(tree, received), array, arrived, status, return_status)
-
-
-def _refuse_nothing(leaves: list, name: str, call: str) -> None:
     if not leaves:
         raise ValueError(f"`{name}` of {call} is a pytree without arrays: there is no message.")
-
-
-def _in_program(status: Any) -> int:
-    """The number under which a compiled program fills the user's status; eager calls need none."""
     check_status(status)
-    return status_id(status) if is_tracing() else 0
-
-
-def _answer(y: Any, carrier: Any, arrived: Any, status: Any, return_status: bool) -> Any:
-    """The result in the form that was asked for; the status is that of the last leaf."""
+    number = status_id(status) if is_tracing() else 0
+    received = []
+    for index, leaf in enumerate(leaves):
+        array, decode = encode(leaf, call)
+        y, arrived = one(array, index, number)
+        received.append(decode(y))
     if status is not None and not is_tracing():
-        source, tag, count = arrived.tolist()
-        fill_status(status, source, tag, count * carrier.dtype.itemsize)
+        from_rank, tag, count = arrived.tolist()
+        fill_status(status, from_rank, tag, count * array.dtype.itemsize)
+    y = jax.tree.unflatten(tree, received)
     return (y, Status(arrived[0], arrived[1], arrived[2])) if return_status else y
 
 
@@ -119,6 +147,10 @@ def sendrecv(
     -------
     pytree like `recvbuf`.
 
+    Communication
+    -------------
+    One message each way per pair of leaves.
+
     Notes
     -----
     In reverse mode the cotangent travels back, from the rank that received to the rank that sent.
@@ -129,19 +161,16 @@ def sendrecv(
     sendtag = check_tag(sendtag, "sendtag", call)
     recvtag = check_tag(recvtag, "recvtag", call)
     sent = jax.tree.leaves(sendbuf)
-    leaves, tree = jax.tree.flatten(recvbuf)
-    if len(sent) != len(leaves):
+    n_received = len(jax.tree.leaves(recvbuf))
+    if len(sent) != n_received:
         raise ValueError(
-            f"`sendbuf` of {call} has {len(sent)} leaves and `recvbuf` has {len(leaves)}; expected "
+            f"`sendbuf` of {call} has {len(sent)} leaves and `recvbuf` has {n_received}; expected "
             "as many, since each pair is one exchange."
         )
-    _refuse_nothing(leaves, "recvbuf", call)
-    number = _in_program(status)
-    received, arrived = [], None
-    for s, r in zip(sent, leaves, strict=True):
-        array, decode = encode(r, call)
-        y, arrived = table.sendrecv(
-            encode(s, call)[0],
+
+    def one(array: Any, index: int, number: int) -> Any:
+        return table.sendrecv(
+            encode(sent[index], call)[0],
             array,
             comm=record.id,
             dest=dest,
@@ -150,5 +179,5 @@ def sendrecv(
             source=source,
             status=number,
         )
-        received.append(decode(y))
-    return _answer(jax.tree.unflatten(tree, received), array, arrived, status, return_status)
+
+    return _receive(recvbuf, "recvbuf", call, one, status, return_status)

@@ -28,7 +28,22 @@ def _movement(row: MPIPrimitive, x: Any, leading: int | None, **params: Any) -> 
 
 
 def gather(x: Any, root: int = 0, *, comm: Any = None) -> Any:
-    """Stack every rank's `x` at the root: (size, *shape) there, `x` back elsewhere."""
+    """Stack every rank's `x` at the root.
+
+    Parameters
+    ----------
+    x : pytree of arrays (*shape), the same shapes on every rank
+    root : rank, known while tracing
+    comm : as for `allreduce`.
+
+    Returns
+    -------
+    pytree of arrays (size, *shape) at the root; `x` back elsewhere.
+
+    Communication
+    -------------
+    One MPI_Gather per leaf.
+    """
     record = resolve(comm)
     root = check_root(root, record, "gather")
     return _movement(table.gather, x, None, comm=record.id, root=root)
@@ -41,6 +56,15 @@ def scatter(x: Any, root: int = 0, *, comm: Any = None) -> Any:
     ----------
     x : pytree of arrays
         (size, *shape) at the root; elsewhere a template (*shape) whose values do not matter.
+    root, comm : as for `gather`.
+
+    Returns
+    -------
+    pytree of arrays (*shape), sharded: each rank its own.
+
+    Communication
+    -------------
+    One MPI_Scatter per leaf.
     """
     record = resolve(comm)
     root = check_root(root, record, "scatter")
@@ -49,12 +73,40 @@ def scatter(x: Any, root: int = 0, *, comm: Any = None) -> Any:
 
 
 def allgather(x: Any, *, comm: Any = None) -> Any:
-    """Stack every rank's `x` on all ranks: (size, *shape), replicated."""
+    """Stack every rank's `x` on all ranks.
+
+    Parameters
+    ----------
+    x : pytree of arrays (*shape), the same shapes on every rank
+    comm : as for `allreduce`.
+
+    Returns
+    -------
+    pytree of arrays (size, *shape), replicated.
+
+    Communication
+    -------------
+    One MPI_Allgather per leaf.
+    """
     return _movement(table.allgather, x, None, comm=resolve(comm).id)
 
 
 def alltoall(x: Any, *, comm: Any = None) -> Any:
-    """Give rank r this rank's ``x[r]``: row k of the result came from rank k."""
+    """Give rank r this rank's ``x[r]``: row k of the result came from rank k.
+
+    Parameters
+    ----------
+    x : pytree of arrays (size, *shape), sharded
+    comm : as for `allreduce`.
+
+    Returns
+    -------
+    pytree like `x`, sharded.
+
+    Communication
+    -------------
+    One MPI_Alltoall per leaf.
+    """
     record = resolve(comm)
     return _movement(table.alltoall, x, record.size, comm=record.id)
 
@@ -66,6 +118,15 @@ def gatherv(x: Any, counts: Sequence[int], root: int = 0, *, comm: Any = None) -
     ----------
     x : pytree of arrays (counts[rank], *shape)
     counts : rows of every rank, the same on all ranks, known while tracing
+    root, comm : as for `gather`.
+
+    Returns
+    -------
+    pytree of arrays (sum(counts), *shape) at the root; `x` back elsewhere.
+
+    Communication
+    -------------
+    One MPI_Gatherv per leaf.
     """
     record, call = resolve(comm), "gatherv"
     counts = as_counts(counts, record, "counts", call)
@@ -82,7 +143,15 @@ def scatterv(x: Any, counts: Sequence[int], root: int = 0, *, comm: Any = None) 
     ----------
     x : pytree of arrays
         (sum(counts), *shape) at the root; elsewhere a template whose leading axis has any length.
-    counts : as for `gatherv`.
+    counts, root, comm : as for `gatherv`.
+
+    Returns
+    -------
+    pytree of arrays (counts[rank], *shape), sharded.
+
+    Communication
+    -------------
+    One MPI_Scatterv per leaf.
     """
     record, call = resolve(comm), "scatterv"
     counts = as_counts(counts, record, "counts", call)
@@ -92,7 +161,20 @@ def scatterv(x: Any, counts: Sequence[int], root: int = 0, *, comm: Any = None) 
 
 
 def allgatherv(x: Any, counts: Sequence[int], *, comm: Any = None) -> Any:
-    """Concatenate every rank's rows on all ranks. Parameters as for `gatherv`."""
+    """Concatenate every rank's rows on all ranks.
+
+    Parameters
+    ----------
+    x, counts, comm : as for `gatherv`.
+
+    Returns
+    -------
+    pytree of arrays (sum(counts), *shape), replicated.
+
+    Communication
+    -------------
+    One MPI_Allgatherv per leaf.
+    """
     record, call = resolve(comm), "allgatherv"
     counts = as_counts(counts, record, "counts", call)
     return _movement(table.allgatherv, x, counts[record.rank], comm=record.id, counts=counts)
@@ -108,6 +190,15 @@ def alltoallv(
     x : pytree of arrays (sum(send_counts), *shape)
     send_counts, recv_counts : rows to and from every rank, known while tracing
         ``send_counts[r]`` here must equal ``recv_counts[this rank]`` on rank r.
+    comm : as for `allreduce`.
+
+    Returns
+    -------
+    pytree of arrays (sum(recv_counts), *shape), sharded.
+
+    Communication
+    -------------
+    One MPI_Alltoallw per leaf.
     """
     record, call = resolve(comm), "alltoallv"
     send_counts = as_counts(send_counts, record, "send_counts", call)
@@ -123,5 +214,14 @@ def alltoallv(
 
 
 def barrier(*, comm: Any = None) -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks are here.
+
+    Parameters
+    ----------
+    comm : as for `allreduce`.
+
+    Communication
+    -------------
+    One MPI_Barrier.
+    """
     table.barrier(comm=resolve(comm).id)

@@ -116,8 +116,8 @@ def allreduce(
 
     Communication
     -------------
-    One message per dtype for small leaves together, and ceil(bytes / chunk) for each leaf of 64 KiB
-    or more.
+    One message per dtype for small leaves together (in pieces of at most 4 MiB, as are 16-bit
+    floats of any size), and ceil(bytes / chunk) for each leaf of 64 KiB or more.
 
     Notes
     -----
@@ -196,6 +196,10 @@ def reduce_scatter(
     Returns
     -------
     pytree of arrays (*shape), sharded: each rank its own block.
+
+    Communication
+    -------------
+    Per leaf, ceil(bytes / chunk) calls of MPI_Reduce_scatter_block.
     """
     record, call = resolve(comm), "reduce_scatter"
     op, donate = as_op(op, call), donated(x, donate, call)
@@ -229,6 +233,10 @@ def allreduce_symmetric(
     Returns
     -------
     pytree like `S`, replicated: the sum, both triangles filled.
+
+    Communication
+    -------------
+    Per leaf, the bytes of its triangles in pieces of one chunk.
 
     Notes
     -----
@@ -292,7 +300,11 @@ def bcast(
 
     Returns
     -------
-    pytree like `x`, replicated. Communication as for `allreduce`.
+    pytree like `x`, replicated.
+
+    Communication
+    -------------
+    As for `allreduce`.
     """
     record = resolve(comm)
     root = check_root(root, record, "bcast")

@@ -56,6 +56,7 @@ def test_every_operation_that_fits_eagerly(dtype):
     reduce_all(ranks().communicators["world"], np.dtype(dtype), lambda f: f)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", PICKY, ids=str)
 def test_operations_that_do_not_fit_raise_while_tracing(dtype):
     before = mpi.call_count()
@@ -68,6 +69,7 @@ def test_operations_that_do_not_fit_raise_while_tracing(dtype):
     agree(mpi.call_count() == before, "a refused operation reached MPI")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", ONLY_MOVED, ids=str)
 def test_dtypes_that_mpi_cannot_reduce_are_refused(dtype):
     before = mpi.call_count()
@@ -79,6 +81,7 @@ def test_dtypes_that_mpi_cannot_reduce_are_refused(dtype):
     agree(mpi.call_count() == before, "a refused dtype reached MPI")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", oracle.REDUCTIONS)
 def test_random_keys_cannot_be_reduced(name):
     keys = jax.random.split(jax.random.key(ranks().rank), (ranks().size, 2))

@@ -17,8 +17,6 @@ _WIDER = {
     "uint2": jnp.uint8,
     "uint4": jnp.uint8,
     "float4_e2m1fn": jnp.float32,
-    "float6_e2m3fn": jnp.float32,
-    "float6_e3m2fn": jnp.float32,
 }
 
 

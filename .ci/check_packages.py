@@ -1,7 +1,8 @@
 """Check what the sdist and the wheel hold: `check_packages.py DIST PATH...`.
 
-The sdist holds the sources of the compiled modules but no generated C; the wheel holds the modules
-and the typing marker; neither mentions one of the given paths of the machine that built them.
+The sdist holds the sources of the compiled modules, but no generated C, and the programs of the
+pages; the wheel holds the modules and the typing marker; neither mentions one of the given paths of
+the machine that built them.
 """
 
 import sys
@@ -36,6 +37,8 @@ def faults(archive: Path, paths: list[str]) -> list[str]:
         names = {Path(name).name for name in native}
         found += [f"lacks {path.name}" for path in sources if path.name not in names]
         found += [f"holds the built module {name}" for name in sorted(modules)]
+        if not any(name.endswith("/docs/examples/gradients.py") for name in files):
+            found.append("lacks docs/examples/gradients.py")
     for name, content in files.items():
         found += [f"{name} mentions {path}" for path in paths if path.encode() in content]
     return found

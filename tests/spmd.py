@@ -208,7 +208,9 @@ def on(*kinds: str) -> Any:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "watchdog(seconds): limit of this test")
-    config.addinivalue_line("markers", "once: no ranks, no MPI; one cell per environment is enough")
+    config.addinivalue_line(
+        "markers", "once: the same on any ranks and MPI; one cell per environment"
+    )
     watchdog.stderr = os.dup(2)  # capturing replaces descriptor 2 while a test runs
     if not on_ranks(config):
         return

@@ -79,6 +79,8 @@ def step_limit(value, size):
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or np.shape(value) != ():
         raise TypeError(f"`maxiter` must be an integer or None: got {value!r}. Pass int(maxiter).")
     if isinstance(value, jax.core.Tracer):
+        if jnp.iinfo(dtype).max > largest:
+            value = jnp.minimum(value, jnp.asarray(largest, dtype))
         return value.astype(jnp.int32)
     if value < 0:
         raise ValueError(f"`maxiter` must be at least 0: got {value}. None is 10 times the size.")

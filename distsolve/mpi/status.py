@@ -26,7 +26,7 @@ def status_id(status: Any) -> int:
         return 0
     if id(status) not in _statuses:
         number = len(_statuses) + 1
-        abi.add_status(number, load().MPI._addressof(status))
+        abi.add_status(number, load().address_of(status))
         _statuses[id(status)] = number, status
     return _statuses[id(status)][0]
 

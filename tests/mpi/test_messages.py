@@ -323,6 +323,8 @@ def test_the_job_goes_on_after_a_message_that_was_too_long(pair, road, world):
 
 
 def test_an_exchange_that_is_too_long(road, world):
+    if world.size == 1 and "Open MPI" in MPI.Get_library_version():
+        pytest.skip("Open MPI 5.0.11 cuts a message to oneself to length and reports no error")
     source, dest = ring(world)
     with pytest.raises(
         jax.errors.JaxRuntimeError,

@@ -23,7 +23,7 @@ from distsolve.mpi.native.ffi cimport (
 
 
 cdef enum:
-    SCRATCH = 8 << 20       # bytes; sending and receiving halves
+    SCRATCH = 4 << 20       # bytes; sending and receiving halves
     DIRECT = 64 << 10       # bytes from which a leaf among others is reduced where it lies
     TILE = 32               # rows and columns mirrored at a time
 

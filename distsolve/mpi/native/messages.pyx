@@ -5,6 +5,7 @@ larger program the ordering token is the last operand and the last result; no ha
 """
 
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
+from libc.stdio cimport snprintf
 from libc.string cimport memcpy
 
 from distsolve.mpi.native.abi cimport (
@@ -33,6 +34,7 @@ cdef Error *report_status(
     Frame *frame, char *status, int64_t status_id, int64_t item, Buffer *y
 ) noexcept nogil:
     """Fill the (source, tag, count) result, and the user's own status object if there is one."""
+    cdef char text[160]
     cdef int64_t values[3]
     cdef int64_t length = 0
     cdef int i
@@ -40,6 +42,11 @@ cdef Error *report_status(
     values[0] = (<int *> (status + status_layout.source))[0]
     values[1] = (<int *> (status + status_layout.tag))[0]
     values[2] = length // item
+    if length % item != 0:
+        snprintf(text, sizeof(text), "A message of %lld bytes is no whole number of the template's "
+                 "elements of %lld bytes: the sender's dtype is another one.", <long long> length,
+                 <long long> item)
+        return ffi_error(frame, text)
     if status_id > 0:
         memcpy(user_status(status_id), status, status_layout.size)
     if y.dtype != XLA_FFI_DataType_S32:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mpi import oracle
+from mpi4py import MPI
 from spmd import ROADS, agree, assert_equal, on
 
 from distsolve import mpi

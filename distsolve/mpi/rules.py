@@ -74,18 +74,18 @@ def template_in_place(avals_in: Avals, avals_out: Avals, params: dict) -> dict[i
     return {len(avals_in) - 1: 0}
 
 
-def linear_in(call: str, instead: str) -> Callable[[dict], str | None]:
+def only_of_sums(call: str) -> Callable[[dict], str | None]:
     """The reason why an operation other than SUM has no derivative."""
 
     def reason(params: dict) -> str | None:
         if params["op"] == SUM:
             return None
-        return f"{call} with op={Op(params['op'])} has no derivative, only op=SUM has: {instead}."
+        return (
+            f"{call} with op={Op(params['op'])} has no derivative, only op=SUM has: wrap the "
+            "argument in `jax.lax.stop_gradient` if it must not contribute."
+        )
 
     return reason
-
-
-STOP_GRADIENT = "wrap the argument in `jax.lax.stop_gradient` if it must not contribute"
 
 
 def is_root(params: dict) -> bool:

@@ -59,55 +59,28 @@ def _reduce_scatter_transpose(cts: list, avals: rules.Avals, params: dict) -> li
     return [_pvary(allgather(*cts, comm=params["comm"])[0], params)]
 
 
-allreduce: MPIPrimitive = make_primitive(
-    OpSpec(
-        name="allreduce",
-        attributes=("chunk", "comm", "op"),
-        outputs=rules.same_shapes,
-        aliases=rules.in_place,
-        batch=rules.each_apart,
-        joint=True,
-        transpose=_allreduce_transpose,
-        derivative=rules.linear_in("allreduce", rules.STOP_GRADIENT),
-    )
-)
+def _elementwise(name: str, **more: Any) -> OpSpec:
+    """A reduction element by element: in place, any number of arrays in one message."""
+    fields: dict[str, Any] = {
+        "attributes": ("chunk", "comm", "op"),
+        "outputs": rules.same_shapes,
+        "aliases": rules.in_place,
+        "batch": rules.each_apart,
+        "joint": True,
+        "derivative": rules.only_of_sums(name),
+    }
+    return OpSpec(name=name, **(fields | more))
+
+
+allreduce: MPIPrimitive = make_primitive(_elementwise("allreduce", transpose=_allreduce_transpose))
 
 reduce = make_primitive(
-    OpSpec(
-        name="reduce",
-        attributes=("chunk", "comm", "op", "root"),
-        outputs=rules.same_shapes,
-        aliases=rules.in_place,
-        batch=rules.each_apart,
-        joint=True,
-        transpose=_reduce_transpose,
-        derivative=rules.linear_in("reduce", rules.STOP_GRADIENT),
-    )
+    _elementwise("reduce", attributes=("chunk", "comm", "op", "root"), transpose=_reduce_transpose)
 )
 
-scan = make_primitive(
-    OpSpec(
-        name="scan",
-        attributes=("chunk", "comm", "op"),
-        outputs=rules.same_shapes,
-        aliases=rules.in_place,
-        batch=rules.each_apart,
-        joint=True,
-        derivative=rules.linear_in("scan", rules.STOP_GRADIENT),
-    )
-)
+scan = make_primitive(_elementwise("scan"))
 
-exscan = make_primitive(
-    OpSpec(
-        name="exscan",
-        attributes=("chunk", "comm", "op"),
-        outputs=rules.same_shapes,
-        aliases=rules.in_place,
-        batch=rules.each_apart,
-        joint=True,
-        derivative=rules.linear_in("exscan", rules.STOP_GRADIENT),
-    )
-)
+exscan = make_primitive(_elementwise("exscan"))
 
 allreduce_symmetric = make_primitive(
     OpSpec(
@@ -130,7 +103,7 @@ reduce_scatter = make_primitive(
         outputs=lambda avals, params: [ShapedArray(avals[0].shape[1:], avals[0].dtype)],
         batch=rules.behind_ranks(1, 0),
         transpose=_reduce_scatter_transpose,
-        derivative=rules.linear_in("reduce_scatter", rules.STOP_GRADIENT),
+        derivative=rules.only_of_sums("reduce_scatter"),
     )
 )
 
@@ -248,9 +221,9 @@ gatherv = make_primitive(
         name="gatherv",
         attributes=("comm", "counts", "root"),
         aliases=rules.given_back,
-        outputs=lambda avals, params: rules.leading_rows(
+        outputs=rules.leading_rows(
             lambda p: sum(p["counts"]) if rules.is_root(p) else rules.my_rows(p)
-        )(avals, params),
+        ),
         batch=rules.behind_ranks(1, 1),
         transpose=_gatherv_transpose,
     )

@@ -92,7 +92,7 @@ endef
 .venv-newest/.ready: $(BUILD_INPUTS)
 	newest="$(NEWEST_PYTHON)"
 	if [ -z "$$newest" ]; then exit 0; fi
-	$(call install,.venv-newest,$$newest,jax,mpich$(comma)test)
+	$(call install,.venv-newest,$$newest,jax,mpich$(comma)examples$(comma)test)
 	touch $@
 
 .venv-openmpi/.ready: pyproject.toml

@@ -103,4 +103,5 @@ print(mpi.call_count()["MPI_Allreduce"])
 """
     for switch in ("0", "1"):
         env = {"DISTSOLVE_CHUNK_BYTES": "4000", "DISTSOLVE_NO_IN_PLACE": switch}
-        assert run_ranks(program, np=2, env=env).check().stdout.split() == ["3", "3"]
+        said = run_ranks(program, np=2, env=env).check().stdout
+        assert "".join(said.split()) == "33"  # ranks may write into each other's lines

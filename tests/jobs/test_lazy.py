@@ -126,7 +126,7 @@ def test_every_primitive_without_mpi():
 def test_switch_can_be_off():
     program = "from distsolve import mpi; print(mpi.size())"
     done = run_ranks(program, np=2, env={"DISTSOLVE_NO_MPI": "0"}).check()
-    assert done.stdout.split() == ["2", "2"]
+    assert "".join(done.stdout.split()) == "22"  # ranks may write into each other's lines
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads the loaded libraries")

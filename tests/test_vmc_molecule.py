@@ -345,9 +345,7 @@ def test_error_bar_is_the_scatter_of_the_chains():
 
 @pytest.fixture
 def program():
-    """The program itself; an environment without the extra `examples` cannot import it."""
-    for name in ("matplotlib", "tqdm"):
-        pytest.importorskip(name)
+    """The program itself; it needs the extra `examples`."""
     return load("vmc_molecule", EXAMPLES / "vmc_molecule.py")
 
 

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -13,6 +14,8 @@ from distsolve.mpi._jaxcompat import wait_for_ordered
 from distsolve.mpi.native import abi
 
 _finalizing = False
+# A launcher that is told to abort drops the output that it has not passed on yet.
+OUTPUT_SECONDS = 0.5
 
 
 def is_finalizing() -> bool:
@@ -111,5 +114,6 @@ def _abort(MPI: Any, text: str) -> None:
             if stream is not None:
                 stream.write(words)
                 stream.flush()
+        time.sleep(OUTPUT_SECONDS)
     finally:  # also where a stream is closed
         MPI.COMM_WORLD.Abort(1)

@@ -31,6 +31,8 @@ ENDS ?= lowest newest
 MPI ?= mpich,openmpi
 RANKS ?= lowest=1,2,3,0 newest=1,2,0
 ARGS ?=
+# What `make bench` compares.
+COMPARE ?= primitives solvers
 ENVIRONMENT_lowest := .venv
 ENVIRONMENT_newest := .venv-newest
 # RANKS=2 alone stands for every end.
@@ -43,7 +45,8 @@ help:
 	@echo "make test    all tests, on 1, 2 and 3 ranks, under MPICH and Open MPI"
 	@echo "             fewer: make test ENDS=lowest MPI=mpich RANKS=2 ARGS='tests/mpi -k scan'"
 	@echo "make lint    ruff, cython-lint, mypy, codespell"
-	@echo "make bench   the comparison with mpi4jax and a C loop"
+	@echo "make bench   the comparisons with mpi4jax, C, jax.scipy, lineax, NumPy and PETSc"
+	@echo "             fewer: make bench COMPARE=solvers ARGS='--rows 1,6'"
 	@echo "make docs    the pages, into build/docs"
 	@echo "make clean   remove environments and build results"
 
@@ -63,8 +66,13 @@ lint: .venv/.ready
 	mypy
 	codespell
 
+# Each comparison runs to its end, also after one in which a contender failed.
 bench: .venv-bench/.ready
-	$(LIMITS) .venv-bench/bin/python benchmarks/compare_primitives.py $(ARGS)
+	status=0
+	for name in $(COMPARE); do
+		$(LIMITS) .venv-bench/bin/python benchmarks/compare_$$name.py $(ARGS) || status=1
+	done
+	exit $$status
 
 docs: .venv-docs/.ready
 	.venv-docs/bin/mkdocs build --strict
@@ -102,10 +110,12 @@ endef
 	touch $@
 
 # mpi4jax builds GPU parts where it finds nvcc, and fails where nvcc comes without CUDA headers:
-# folders that hold nvcc, but no compiler, are left out of PATH. Its MPI is the mpich wheel.
+# folders that hold nvcc, but no compiler, are left out of PATH. Its MPI is the mpich wheel. PETSc is
+# the system's (Debian: python3-petsc4py, python3-mpi4py, openmpi-bin), or its row says that it is
+# missing.
 .venv-bench/.ready: $(BUILD_INPUTS)
 	$(call install,.venv-bench,$(PYTHON),$(LOWEST_JAX),mpich$(comma)bench)
-	.venv-bench/bin/python $(PIP) nanobind
+	.venv-bench/bin/python $(PIP) nanobind lineax $(LOWEST_JAX)
 	path=; IFS=:; for folder in $$PATH; do \
 		if [ ! -x "$$folder/nvcc" ] || [ -x "$$folder/gcc" ]; then path="$$path:$$folder"; fi; done; unset IFS
 	env -u CUDA_PATH -u CUDA_ROOT -u CUDA_HOME PATH="$$PWD/.venv-bench/bin$$path" \

@@ -6,7 +6,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-NATIVE = Path("distsolve/mpi/native")
+# Each is an include folder, too: the handlers of all of them read the call frame through mpi's ffi.h.
+NATIVE = [Path("distsolve/mpi/native"), Path("distsolve/linalg/native")]
 
 DIRECTIVES = {
     "language_level": "3",
@@ -37,18 +38,18 @@ def jaxlib_include() -> str:
 
 
 def extensions() -> list[Extension]:
-    """Return one extension per .pyx file of the native folder."""
-    sources = sorted(NATIVE.glob("*.pyx"))
+    """Return one extension per .pyx file of the native folders."""
+    sources = sorted(path for folder in NATIVE for path in folder.glob("*.pyx"))
     if not sources:
         return []
     from Cython.Build import cythonize
 
-    headers = sorted(str(path) for path in NATIVE.glob("*.h"))
+    headers = sorted(str(path) for folder in NATIVE for path in folder.glob("*.h"))
     modules = [
         Extension(
             ".".join(source.with_suffix("").parts),
             [str(source)],
-            include_dirs=[jaxlib_include(), str(NATIVE)],
+            include_dirs=[jaxlib_include(), *map(str, NATIVE)],
             depends=headers,
             extra_compile_args=COMPILE_ARGS,
         )

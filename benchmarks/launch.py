@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from simnet.build import library
+
 HERE = Path(__file__).parent
 XLA_THREADS = "--xla_cpu_multi_thread_eigen=false"
 THREAD_VARIABLES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -20,6 +22,13 @@ def tool(name):
     """Path of an MPI tool: this environment's own before any other on PATH, or None."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else shutil.which(name)
+
+
+def debian_petsc():
+    """The folder of Debian's petsc4py, if Debian's Open MPI and mpi4py are here too, or None."""
+    folders = sorted(Path("/usr/lib").glob("petscdir/*/*-real/lib/python3/dist-packages"))
+    needed = [Path("/usr/bin/mpiexec.openmpi"), Path("/usr/lib/python3/dist-packages/mpi4py")]
+    return folders[-1] if folders and all(path.exists() for path in needed) else None
 
 
 def thread_limits():
@@ -56,7 +65,36 @@ def _stop(process):
         process.communicate()
 
 
-def launch(kernel, *, np, timeout=300, **options):
+def _job(kernel, np, mpi):
+    """The launcher's command, with the environment's or Debian's MPI and Python, and variables."""
+    if mpi == "debian":
+        # Unbound like the ranks of all others. Open MPI refuses root, who owns most containers.
+        command = ["/usr/bin/mpiexec.openmpi", "--oversubscribe", "--bind-to", "none"]
+        python = "/usr/bin/python3"
+        env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        env |= {"PYTHONPATH": str(debian_petsc())}
+    else:
+        command, python, env = [tool("mpiexec")], sys.executable, {}
+        if command[0] is None:
+            raise LaunchError("mpiexec not found: install the `mpich` wheel into this environment")
+    program = [python, str(HERE / kernel)] if str(kernel).endswith(".py") else [str(kernel)]
+    return [*command, "-n", str(np)], program, env
+
+
+def _preload(mpi, delay):
+    """The words before a program that put simnet in front of its MPI library."""
+    mpicc = "/usr/bin/mpicc.openmpi" if mpi == "debian" else tool("mpicc")
+    if mpicc is None:
+        raise LaunchError("mpicc not found: install the `mpich` wheel into this environment")
+    try:
+        preload = library(mpicc)
+    except RuntimeError as error:
+        raise LaunchError(str(error)) from None
+    # Set for the ranks alone: the launcher needs no MPI library.
+    return ["env", f"LD_PRELOAD={preload}", *(f"{name}={value}" for name, value in delay.items())]
+
+
+def launch(kernel, *, np, mpi="mpich", simnet=None, timeout=300, **options):
     """Run a kernel on `np` ranks and return the figures that it prints.
 
     Parameters
@@ -65,6 +103,11 @@ def launch(kernel, *, np, timeout=300, **options):
         A Python file relative to this folder, or the path of a built program.
     np : int
         Number of ranks.
+    mpi : str
+        "mpich": this environment's MPI and Python. "debian": Debian's Open MPI and Python, which
+        its PETSc was built for.
+    simnet : dict, optional
+        Preload simnet, with these variables; an empty one delays nothing, and counts.
     timeout : float
         Seconds after which the ranks are ended.
     **options
@@ -80,19 +123,17 @@ def launch(kernel, *, np, timeout=300, **options):
     LaunchError
         If there is no mpiexec, the kernel fails, takes too long or prints no figures.
     """
-    mpiexec = tool("mpiexec")
-    if mpiexec is None:
-        raise LaunchError("mpiexec not found: install the `mpich` wheel into this environment")
-    command = [mpiexec, "-n", str(np)]
-    if str(kernel).endswith(".py"):
-        command += [sys.executable, str(HERE / kernel)]
-    else:
-        command += [str(kernel)]
+    launcher, program, variables = _job(kernel, np, mpi)
+    command = launcher + (_preload(mpi, simnet) if simnet is not None else []) + program
     for name, value in options.items():
         command += ["--" + name.replace("_", "-"), str(value)]
+    return _figures_of(command, {**_environment(), **variables}, timeout)
+
+
+def _figures_of(command, env, timeout):
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command, env=_environment(), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+        command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
     )
     try:
         out, err = process.communicate(timeout=timeout)

@@ -8,7 +8,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("distsolve", "mpi4jax", "jax", "jaxlib", "mpi4py", "mpich", "numpy")
+PACKAGES = ("distsolve", "mpi4jax", "lineax", "jax", "jaxlib", "mpi4py", "mpich", "numpy")
 
 
 def _proc_field(path, field):

@@ -11,11 +11,20 @@ def seconds_text(value):
     return f"{value * 1e6:.3g} us"
 
 
+FORMATS = {
+    "seconds": seconds_text,
+    "matvec_seconds": seconds_text,
+    "peak_growth_mib": "{:.1f} MiB".format,
+    "collectives": "{:g}".format,
+    "sent_fraction": "{:.3f}".format,
+}
+
+
 def figure_text(figure, value):
     """A figure with its unit, or the reason why there is none."""
     if isinstance(value, str):
         return value
-    return f"{value:.1f} MiB" if figure == "peak_growth_mib" else seconds_text(value)
+    return FORMATS[figure](value)
 
 
 def ratio_text(ratio):
@@ -31,7 +40,7 @@ def print_head(conditions):
     print(f"{machine['date']}, {machine['cores']} cores of {machine['processor']}")
     print(f"{machine['system']}, {machine['memory_gib']} GiB, Python {machine['python']}")
     print(versions)
-    print(f"{conditions['ranks']} ranks, float32, median of {conditions['repeats']}, slowest rank")
+    print(f"{conditions['ranks']} ranks, median of {conditions['repeats']}, slowest rank")
     print(f"threads of each rank: {limits}")
     print("memory: VmHWM after the call less VmRSS before it (peak reset), largest rank")
     if conditions["quick"]:
@@ -41,25 +50,21 @@ def print_head(conditions):
 def print_row(entry):
     """All figures of one row, as soon as they are there."""
     print(f"\n{entry['row']}. {entry['title']}")
-    for name, value in entry["medians"].items():
-        print(f"   {name:24} {figure_text(entry['figure'], value)}", flush=True)
+    for name, text in entry["texts"].items():
+        print(f"   {name:24} {text}", flush=True)
 
 
 def print_table(table):
     """Every target with what was reached, one a line."""
-    line = "{:60} {:>13}  {:20} {:>17}  {}"
-    print("\n" + line.format("row", "distsolve", "target", "ratio or excess", "reached"))
+    lines = [("row", "ours", "target", "ratio or excess", "reached")]
     for entry in table:
+        title, ours = f"{entry['row']}. {entry['title']}", entry["texts"][entry["ours"]]
         for target in entry["targets"]:
-            print(
-                line.format(
-                    f"{entry['row']}. {entry['title']}",
-                    figure_text(entry["figure"], entry["medians"]["distsolve"]),
-                    target["target"],
-                    target["value"],
-                    target["reached"],
-                )
-            )
+            lines.append((title, ours, target["target"], target["value"], target["reached"]))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print()
+    for line in lines:
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
 
 
 def markdown(table):
@@ -69,10 +74,7 @@ def markdown(table):
         "| --- | --- | --- | --- | --- |",
     ]
     for entry in table:
-        figures = "<br>".join(
-            f"{name}: {figure_text(entry['figure'], value)}"
-            for name, value in entry["medians"].items()
-        )
+        figures = "<br>".join(f"{name}: {text}" for name, text in entry["texts"].items())
         columns = (
             "<br>".join(target[key] for target in entry["targets"])
             for key in ("target", "value", "reached")

@@ -3,8 +3,43 @@
 from importlib.metadata import version
 
 from distsolve import mpi
-from distsolve.linalg import cg
+from distsolve.linalg import (
+    DistributedCSR,
+    Gram,
+    GramOnTheFly,
+    MeshAxis,
+    Replicated,
+    Sharded,
+    center,
+    cg,
+    check_replicated,
+    covariance,
+    jacobian,
+    mean,
+    norm,
+    var,
+    vdot,
+    weighted_mean,
+)
 
 __version__ = version("distsolve")
 
-__all__ = ["cg", "mpi"]
+__all__ = [
+    "DistributedCSR",
+    "Gram",
+    "GramOnTheFly",
+    "MeshAxis",
+    "Replicated",
+    "Sharded",
+    "center",
+    "cg",
+    "check_replicated",
+    "covariance",
+    "jacobian",
+    "mean",
+    "mpi",
+    "norm",
+    "var",
+    "vdot",
+    "weighted_mean",
+]

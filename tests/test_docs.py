@@ -111,10 +111,15 @@ def primitives():
             jax.tree.map(lambda leaf: sent.astype(leaf.dtype), x), x, source=left, dest=right
         )
 
+    def background(x):
+        return mpi.wait(mpi.iallreduce(x))
+
     elementwise = ("allreduce", "reduce", "scan", "exscan", "bcast", "pvary")
     return {
         **{name: (getattr(mpi, name), x) for name in (*elementwise, "gather", "allgather")},
         "allreduce_symmetric": (mpi.allreduce_symmetric, jnp.ones((64, 64), jnp.float32)),
+        "iallreduce": (background, x),
+        "wait": (background, x),
         "reduce_scatter": (mpi.reduce_scatter, stack),
         "scatter": (mpi.scatter, stack if rank == 0 else x),
         "alltoall": (mpi.alltoall, stack),

@@ -1,6 +1,7 @@
 """What every kernel needs: a clock for the slowest rank, peak memory, and a JSON report."""
 
 import contextlib
+import ctypes
 import json
 import time
 from pathlib import Path
@@ -41,6 +42,30 @@ class PeakGrowth:
     def largest(self):
         """The growth on the rank where it is largest."""
         return COMM.allreduce(self.mib, MPI.MAX)
+
+
+def _simnet(function):
+    """A counter of simnet; 0 where it is not preloaded."""
+    counter = getattr(ctypes.CDLL(None), function, None)
+    if counter is None:
+        return 0
+    counter.restype = ctypes.c_int64
+    return counter()
+
+
+class Traffic:
+    """Collectives of this rank, and the bytes handed to them, inside a `with` block.
+
+    Whoever calls them: simnet counts, and must be preloaded; without it both are 0.
+    """
+
+    def __enter__(self):
+        self._before = _simnet("simnet_calls"), _simnet("simnet_bytes")
+        return self
+
+    def __exit__(self, *exception):
+        self.collectives = _simnet("simnet_calls") - self._before[0]
+        self.bytes = _simnet("simnet_bytes") - self._before[1]
 
 
 def report(**figures):

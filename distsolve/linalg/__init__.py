@@ -1,7 +1,39 @@
 """Linear algebra on vectors that are spread over ranks: solvers and what they stand on."""
 
+from distsolve.linalg.gram import Gram
+from distsolve.linalg.gram_on_the_fly import GramOnTheFly
 from distsolve.linalg.info import Info, Reason, SolveError
+from distsolve.linalg.jacobian import center, jacobian
 from distsolve.linalg.krylov.cg import cg
-from distsolve.linalg.space import Replicated
+from distsolve.linalg.nystrom import Nystrom, nystrom
+from distsolve.linalg.preconditioners import block_jacobi, jacobi
+from distsolve.linalg.reductions import covariance, mean, norm, var, vdot, weighted_mean
+from distsolve.linalg.replication import check_replicated
+from distsolve.linalg.space import MeshAxis, Replicated, Sharded
+from distsolve.linalg.sparse import DistributedCSR
 
-__all__ = ["Info", "Reason", "Replicated", "SolveError", "cg"]
+__all__ = [
+    "DistributedCSR",
+    "Gram",
+    "GramOnTheFly",
+    "Info",
+    "MeshAxis",
+    "Nystrom",
+    "Reason",
+    "Replicated",
+    "Sharded",
+    "SolveError",
+    "block_jacobi",
+    "center",
+    "cg",
+    "check_replicated",
+    "covariance",
+    "jacobi",
+    "jacobian",
+    "mean",
+    "norm",
+    "nystrom",
+    "var",
+    "vdot",
+    "weighted_mean",
+]

@@ -70,11 +70,11 @@ def tolerance(value, name, dtype):
     return jnp.asarray(value).astype(dtype)
 
 
-def step_limit(value, size):
-    """Return `maxiter` as an int32 scalar; ten times the global ``size`` for None."""
-    largest = int(jnp.iinfo(jnp.int32).max)
+def step_limit(value):
+    """Return `maxiter` as an int32 scalar, or None."""
     if value is None:
-        return jnp.asarray(min(10 * size, largest), jnp.int32)
+        return None
+    largest = int(jnp.iinfo(jnp.int32).max)
     dtype = None if isinstance(value, (bool, np.bool_)) else _dtype(value)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or np.shape(value) != ():
         raise TypeError(f"`maxiter` must be an integer or None: got {value!r}. Pass int(maxiter).")
@@ -85,6 +85,32 @@ def step_limit(value, size):
     if value < 0:
         raise ValueError(f"`maxiter` must be at least 0: got {value}. None is 10 times the size.")
     return jnp.asarray(min(int(value), largest), jnp.int32)
+
+
+def history(value):
+    """Return the number of residual norms to keep."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral) or value < 0:
+        raise ValueError(
+            f"`history` must be the number of residual norms to keep, an int >= 0: got {value!r}. "
+            "Pass for example history=maxiter + 1."
+        )
+    return int(value)
+
+
+def callback(value):
+    """Return the user's function, or None."""
+    if value is not None and not callable(value):
+        raise TypeError(
+            f"`callback` must be a function of (iteration, residual_norm): got {value!r}."
+        )
+    return value
+
+
+def choice(value, table, name):
+    """Return the entry of ``table`` that ``value`` names."""
+    if value not in table:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, table))}: got {value!r}.")
+    return table[value]
 
 
 def where(path):

@@ -1,26 +1,42 @@
-"""What all solvers share: the loop, the decision to stop, the derivative rule.
+"""What all solvers share: the arguments, the loop, the decision to stop.
 
 Parameters of every solver
 --------------------------
-A : callable, (n, n) array, or object that supports ``@``
-    The operator, Hermitian over ``Re <x, y>``. It may communicate. Arrays that it closes over are
-    differentiated and never compiled in.
-b : pytree, replicated
+A : callable, array, or object that supports ``@``
+    The operator: a function of one vector (and of ``args``), a matrix, or an object that is
+    callable or supports ``@``. It may communicate. A matrix has the shape (n, n) for replicated
+    vectors; for sharded ones every rank passes its rows of it, (its entries of ``b``, all entries).
+    Arrays that ``A`` closes over are differentiated and never compiled in.
+b : pytree, as ``space`` says: every rank holds all of it, or its own piece
     The right-hand side; leaves are real or complex floats, and keep their dtypes in the answer.
+    With a matrix ``A``, ``b`` may be a stack of columns, (n, k): one loop and one message serve
+    all. For other operators ``jax.vmap`` does the same.
 x0 : pytree like ``b``, optional
     Where to start; zero by default, which saves one product. The answer does not depend on it, so
     its derivative is zero.
 tol, atol : float
-    Stop at a true residual ``||b - A x|| <= max(tol ||b||, atol)``, in the 2-norm over all leaves.
-    With both 0, exactly ``maxiter`` steps are taken and none is a failure.
+    Stop at a true residual ``||b - A x|| <= max(tol ||b||, atol)``, in the 2-norm over all leaves
+    and ranks. With both 0, exactly ``maxiter`` steps are taken and none is a failure.
 maxiter : int, optional
     The most steps; ten times the global number of unknowns by default.
 M : like ``A``, optional
     A preconditioner that approximates the inverse of ``A``.
+space : Space
+    Where vectors live: `Replicated` on the world by default.
+args : tuple of pytrees of arrays
+    Data handed to ``A`` behind the vector: new values never compile again, and are differentiated.
+history : int
+    How many residual norms ``info.residual_history`` keeps: of the start and the first steps.
+progress : bool
+    Show a live line on rank 0.
+callback : callable, optional
+    Called as ``callback(iteration, residual_norm)`` after every step, on the ranks that pass one.
+    It cannot stop the solve; the residual is the method's own.
 
 A solve runs in cycles. A cycle scales the residual to about 1 by a power of two, lets the method
 reduce it, adds the correction, and computes the residual anew. Almost always one cycle is enough;
-another follows where the method's own residual met the threshold and the true one did not.
+another follows where the method's own residual met the threshold and the true one did not, and
+where a method restarts.
 """
 
 import collections
@@ -30,31 +46,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
-from distsolve.linalg import arguments, operators, trees
-from distsolve.linalg.info import Info, Reason
+from distsolve.linalg import arguments, derivative, operators, trees
+from distsolve.linalg.info import Reason
+from distsolve.linalg.krylov import ritz
+from distsolve.linalg.loop import Limits, Seen, Stop, Watch, report
 
 
 class Method(NamedTuple):
-    """A solver: ``init(M, r, aim, space)`` and ``step(A, M, aim, space, state)``.
+    """A solver: ``init(A, M, r, aim, space)`` and ``step(A, M, aim, space, state)``.
 
-    The state has the fields ``x`` (the correction), ``event`` (a `Reason`, agreed over the ranks;
-    CONVERGED means that the method's own residual met the aim) and ``breakdown``.
+    ``init`` returns the state at the zero correction, whose residual is ``r``, of a norm of about
+    1. A state has the fields ``x`` (the correction), ``event`` (a `Reason`, equal on all ranks;
+    CONVERGED means that the method's own residual met the aim), ``breakdown``, ``rr`` (the method's
+    own squared residual norm) and ``ritz``.
     """
 
     name: str
     init: Any
     step: Any
-
-
-class Stop(NamedTuple):
-    """When to stop: scalars, traced, so that other values do not compile again."""
-
-    tol: jax.Array
-    atol: jax.Array
-    maxiter: jax.Array
+    cost: dict[str, int]  # of a step
+    answer: Any = lambda M, state: state.x
+    symmetric: bool = True  # whether A is, and so is its own adjoint
+    restart: int | None = None  # steps after which the driver begins a new cycle
 
 
 class Aim(NamedTuple):
@@ -71,30 +85,56 @@ class _Cycle(NamedTuple):
     r: Any  # b - A x, computed from x
     residual_norm: jax.Array
     iterations: jax.Array
+    cycles: jax.Array
     reason: jax.Array
     breakdown: jax.Array
+    condition: jax.Array
+    margin: jax.Array  # how far below the threshold the method is to aim
+    seen: Seen
 
 
-def drive(method, A, b, x0, *, tol, atol, maxiter, M, space):
+def drive(
+    method,
+    A,
+    b,
+    x0,
+    *,
+    tol,
+    atol,
+    maxiter,
+    M,
+    space,
+    args=(),
+    history=0,
+    progress=False,
+    callback=None,
+):
     """Check the arguments, solve, and return ``(x, info)``; see the head of this file."""
     b = arguments.as_vector(b)
     if x0 is not None:
         x0 = arguments.like_b(x0, b, "x0")
+    options = {"tol": tol, "atol": atol, "maxiter": maxiter, "M": M, "space": space}
+    options |= {"history": history, "progress": progress, "callback": callback}
+    if operators.is_matrix(A) and getattr(b, "ndim", 0) == 2:
+        columns = functools.partial(drive, method, A, args=args, **options)
+        return jax.vmap(columns, in_axes=(1, None if x0 is None else 1), out_axes=(1, 0))(b, x0)
     dtype = trees.scalar_dtype(b)
     stop = Stop(
         arguments.tolerance(tol, "tol", dtype),
         arguments.tolerance(atol, "atol", dtype),
-        arguments.step_limit(maxiter, space.size(b)),
+        arguments.step_limit(maxiter),
+        space.rank_zero(),
     )
-    A_program, A_consts = _trace("A", A, b)
-    M_program, M_consts = (None, []) if M is None else _trace("M", M, b)
+    wanted = Watch(arguments.history(history), bool(progress), arguments.callback(callback))
+    A_program, A_consts = _trace("A", A, b, space, args)
+    M_program, M_consts = (None, []) if M is None else _trace("M", M, b, space)
     values = A_consts, M_consts, b, x0, stop
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
-    return _compiled(method, space, A_program, M_program, traced)(*values)
+    return _compiled(method, space, wanted, A_program, M_program, traced)(*values)
 
 
-def _trace(name, operator, b):
-    program, consts, out = operators.trace(operators.as_function(operator, name, b), b)
+def _trace(name, operator, b, space, args=()):
+    program, consts, out = operators.trace(operators.as_function(operator, name, b, space, args), b)
     remedy = f"`{name}` must map a vector like `b` to a vector like `b`."
     arguments.require_same(out, b, f"`{name}(b)`", remedy)
     return program, consts
@@ -105,11 +145,12 @@ _programs_lock = threading.Lock()
 _PROGRAMS_KEPT = 32
 
 
-def _compiled(method, space, A, M, traced):
+def _compiled(method, space, wanted, A, M, traced):
     """Return the jitted solve, the same one for programs that are equal."""
-    solve = jax.jit(functools.partial(_solve, method, space, A, M))
+    run = functools.partial(_run, method, space, wanted)
+    solve = jax.jit(functools.partial(derivative.solve, run, method.symmetric, A, M))
     try:
-        key = method.name, space, A.key(traced), M and M.key(traced)
+        key = method.name, method.restart, space, wanted, A.key(traced), M and M.key(traced)
     except operators.Incomparable:
         return solve
     with _programs_lock:
@@ -120,167 +161,114 @@ def _compiled(method, space, A, M, traced):
     return solve
 
 
-def _solve(method, space, A, M, *values):
-    """Solve, differentiably in the consts of ``A`` and in ``b``."""
+class _Counting:
+    """A space that counts the messages of what is traced with it."""
 
-    @jax.custom_jvp
-    def solve(A_consts, M_consts, b, x0, stop):
-        apply_M = M and functools.partial(M, M_consts)
-        return _run(method, functools.partial(A, A_consts), apply_M, b, x0, stop, space)
+    def __init__(self, space):
+        self._space, self._count = space, 0
 
-    @functools.partial(solve.defjvp, symbolic_zeros=True)
-    def _(primals, tangents):
-        A_consts, M_consts, _, _, stop = primals
-        t_A_consts, _, t_b, _, _ = tangents
-        x, info = solve(*primals)
-        # A x = b  =>  A x' = b' - A' x: one more solve. The preconditioner, the start and the
-        # tolerances do not move the solution.
-        t_rhs = jax.tree.map(_instantiate, t_b, is_leaf=_is_zero)
-        varied = [i for i, t in enumerate(t_A_consts) if not _is_zero(t)]
-        if varied:
+    def __getattr__(self, name):
+        self._count += self._space.messages(name)
+        return getattr(self._space, name)
 
-            def product(moved):
-                consts = list(A_consts)
-                for i, const in zip(varied, moved, strict=True):
-                    consts[i] = const
-                return A(consts, x)
-
-            moved = [A_consts[i] for i in varied], [t_A_consts[i] for i in varied]
-            _, t_A_x = jax.jvp(product, (moved[0],), (moved[1],))
-            t_rhs = trees.subtract(t_rhs, t_A_x)
-        relative = trees.safe_ratio(info.threshold, info.rhs_norm)
-        t_stop = Stop(jnp.maximum(stop.tol, relative), jnp.zeros_like(stop.atol), stop.maxiter)
-        t_x = _linear_solve(
-            lambda v: A(A_consts, v),
-            lambda rhs: solve(A_consts, M_consts, rhs, None, t_stop)[0],
-            t_rhs,
-        )
-        return (x, info), (t_x, jax.tree.map(_no_tangent, info))
-
-    return solve(*values)
+    def taken(self):
+        """Return the number of messages since the last time that it was asked."""
+        count, self._count = self._count, 0
+        return count
 
 
-def _linear_solve(A, solve, rhs):
-    """Solve with a function that is linear in ``rhs`` and has a transpose.
-
-    Over the real numbers a Hermitian operator is symmetric and its own transpose, at every order of
-    differentiation and for any mixture of leaves; over the complex ones it is neither.
-    """
-
-    def over_reals(function):
-        return lambda parts: trees.real_parts(function(trees.from_real_parts(parts, rhs)))
-
-    matvec, real_solve = over_reals(A), over_reals(solve)
-    parts = jax.lax.custom_linear_solve(
-        matvec,
-        trees.real_parts(rhs),
-        solve=lambda _, parts: real_solve(parts),
-        transpose_solve=lambda _, parts: real_solve(parts),
-        symmetric=True,
-    )
-    return trees.from_real_parts(parts, rhs)
-
-
-def _is_zero(tangent):
-    return isinstance(tangent, SymbolicZero)
-
-
-def _instantiate(tangent):
-    return jnp.zeros(tangent.shape, tangent.dtype) if _is_zero(tangent) else tangent
-
-
-def _no_tangent(x):
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    return jnp.zeros_like(x) if floating else np.zeros(x.shape, jax.dtypes.float0)
-
-
-def _run(method, A, M, b, x0, stop, space):
+def _run(method, space, wanted, A, M, A_consts, M_consts, b, x0, stop, watched=True):
     """Run cycles until the true residual or the method says why to end."""
-    x, r = _start(A, b, x0)
-    rhs_norm, residual_norm, threshold, fixed, maxiter = _agree_to_stop(b, r, stop, space)
-    limit = jnp.where(fixed, Reason.FIXED_STEPS, Reason.MAXITER)
-    running = jnp.where(maxiter > 0, Reason.RUNNING, limit)
-    met = (residual_norm <= threshold) & ~fixed
-    reason = jnp.where(met, Reason.CONVERGED, running)
-    finite = jnp.isfinite(residual_norm) & jnp.isfinite(rhs_norm)
+    A = functools.partial(A, A_consts)
+    M = M and functools.partial(M, M_consts)
+    space = _Counting(space)
+    wanted = wanted if watched else Watch()
+    x = trees.zeros_like(b) if x0 is None else x0
+    r = b if x0 is None else trees.subtract(b, A(x))
+    packed = stop.pack(trees.scalar_dtype(b))
+    (rhs_norm, residual_norm), packed, size = space.open((b, r), packed, stop.here)
+    limits = Limits.agreed(packed, rhs_norm, size, stop)
+    if x0 is not None:  # the solution of a zero system is zero
+        zero_rhs = rhs_norm == 0
+        x, r = trees.select(zero_rhs, (trees.zeros_like(x), b), (x, r))
+        residual_norm = jnp.where(zero_rhs, 0, residual_norm)
+    opening, zero = space.taken(), jnp.zeros((), jnp.int32)
     start = _Cycle(
         x,
         r,
         residual_norm,
-        iterations=jnp.zeros((), jnp.int32),
-        reason=jnp.where(finite, reason, Reason.NONFINITE).astype(jnp.int32),
+        iterations=zero,
+        cycles=zero,
+        reason=limits.at_start(rhs_norm, residual_norm),
         breakdown=jnp.zeros_like(rhs_norm),
+        condition=jnp.ones_like(rhs_norm),
+        margin=jnp.ones_like(rhs_norm),
+        seen=Seen.nothing(wanted, residual_norm),
     )
-    cycle = functools.partial(_cycle, method, A, M, b, threshold, fixed, maxiter, space)
+    cost = {}
+    cycle = functools.partial(_cycle, method, A, M, b, limits, space, wanted, cost)
     end = jax.lax.while_loop(lambda s: s.reason == Reason.RUNNING, cycle, start)
-    return end.x, Info(
-        converged=(end.residual_norm <= threshold) & (end.reason != Reason.NONFINITE),
+    return end.x, report(
+        method.name,
+        wanted,
+        space,
+        limits,
+        end.seen,
         reason=end.reason,
         iterations=end.iterations,
         residual_norm=end.residual_norm,
+        reductions=opening + cost["cycle"] * end.cycles + cost["step"] * end.iterations,
         rhs_norm=rhs_norm,
-        threshold=threshold,
         breakdown=end.breakdown,
+        condition_estimate=end.condition,
     )
 
 
-def _agree_to_stop(b, r, stop, space):
-    """Return what the loop compares with, equal on all ranks, for one message.
-
-    Tolerances and limits may be traced values that differ between ranks, if only in the last bit.
-    The limit travels as two small numbers that every float holds exactly.
-    """
-    rhs_norm, residual_norm = space.norm(b), space.norm(r)
-    threshold = jnp.maximum(stop.tol * rhs_norm, stop.atol)
-    wants_less = (stop.tol != 0) | (stop.atol != 0)
-    numbers = [rhs_norm, residual_norm, threshold, wants_less]
-    numbers += [stop.maxiter >> 15, stop.maxiter & 0x7FFF]
-    agreed = space.agree(jnp.stack([n.astype(rhs_norm.dtype) for n in numbers]))
-    high, low = agreed[4].astype(jnp.int32), agreed[5].astype(jnp.int32)
-    return agreed[0], agreed[1], agreed[2], agreed[3] == 0, (high << 15) + low
-
-
-def _start(A, b, x0):
-    """Return the first iterate and its residual. The solution of a zero system is zero."""
-    if x0 is None:
-        return trees.zeros_like(b), b
-    zero_rhs = trees.max_abs(b) == 0
-    x = trees.select(zero_rhs, trees.zeros_like(x0), x0)
-    return x, trees.subtract(b, A(x))
-
-
-def _cycle(method, A, M, b, threshold, fixed, maxiter, space, s):
+def _cycle(method, A, M, b, limits, space, wanted, cost, s):
     unit = trees.power_of_two(s.residual_norm, b)
-    # A second cycle follows a gap between the method's residual and the true one: aim lower.
-    margin = jnp.where(s.iterations == 0, 1.0, 0.5).astype(unit.dtype)
     eps = jnp.asarray(trees.epsilon(b), unit.dtype)
-    target = jnp.maximum(margin * (threshold / unit), eps)
-    aim = Aim(jnp.where(fixed, -1.0, target * target).astype(unit.dtype), eps * eps)
+    target = jnp.maximum(s.margin * (limits.threshold / unit), eps)
+    aim = Aim(jnp.where(limits.fixed, -1.0, target * target).astype(unit.dtype), eps * eps)
+    end = limits.maxiter
+    if method.restart is not None:
+        end = jnp.minimum(end, s.iterations + method.restart)
 
     def go_on(carry):
-        state, iterations = carry
-        return (state.event == Reason.RUNNING) & (iterations < maxiter)
+        state, iterations, _ = carry
+        return (state.event == Reason.RUNNING) & (iterations < end)
 
     def step(carry):
-        state, iterations = carry
+        state, iterations, seen = carry
+        space.taken()
         state = method.step(A, M, aim, space, state)
-        return state, iterations + (state.event < Reason.INDEFINITE_OPERATOR).astype(jnp.int32)
+        cost["step"] = space.taken()
+        iterations += (state.event < Reason.INDEFINITE_OPERATOR).astype(jnp.int32)
+        norm = unit * jnp.sqrt(state.rr)
+        seen = seen.after(method.name, wanted, limits, iterations, norm)
+        return state, iterations, seen
 
-    first = method.init(M, trees.scale(1 / unit, s.r), aim, space)
-    state, iterations = jax.lax.while_loop(go_on, step, (first, s.iterations))
-    x = trees.axpy(unit, state.x, s.x)
+    space.taken()
+    first = method.init(A, M, trees.scale(1 / unit, s.r), aim, space)
+    opening = space.taken()
+    state, iterations, seen = jax.lax.while_loop(go_on, step, (first, s.iterations, s.seen))
+    x = trees.axpy(unit, method.answer(M, state), s.x)
     r = trees.subtract(b, A(x))
-    residual_norm, breakdown = space.agree(jnp.stack([space.norm(r), state.breakdown]))
-    limit = jnp.where(fixed, Reason.FIXED_STEPS, Reason.MAXITER)
+    numbers = jnp.stack([space.norm(r), state.breakdown, ritz.condition(state.ritz)])
+    residual_norm, breakdown, condition = space.decide(numbers)
+    cost["cycle"] = opening + space.taken()
+
+    # Either the method restarts, or it has done what it can and the true residual is not there.
+    restarts, lied = state.event == Reason.RUNNING, state.event == Reason.CONVERGED
+    progress = jnp.where(restarts, 1 - 10 * eps, 0.5).astype(unit.dtype) * s.residual_norm
     reason = jnp.select(
         [
-            (residual_norm <= threshold) & ~fixed,
+            limits.reached(residual_norm),
             state.event > Reason.STAGNATED,
             ~jnp.isfinite(residual_norm),
-            iterations >= maxiter,
-            residual_norm > 0.5 * s.residual_norm,
+            iterations >= limits.maxiter,
+            (residual_norm > progress) & ~limits.fixed,
         ],
-        [Reason.CONVERGED, state.event, Reason.NONFINITE, limit, Reason.STAGNATED],
+        [Reason.CONVERGED, state.event, Reason.NONFINITE, limits.at_limit(), Reason.STAGNATED],
         Reason.RUNNING,
     ).astype(jnp.int32)
     broken = (reason == Reason.INDEFINITE_OPERATOR) | (reason == Reason.INDEFINITE_PRECONDITIONER)
@@ -291,6 +279,10 @@ def _cycle(method, A, M, b, threshold, fixed, maxiter, space, s):
         r,
         jnp.where(worse, s.residual_norm, residual_norm),
         iterations,
+        s.cycles + 1,
         reason,
         jnp.where(broken, breakdown * unit * unit, jnp.zeros_like(breakdown)),
+        jnp.maximum(s.condition, condition),
+        jnp.where(lied, 0.5, s.margin).astype(unit.dtype),
+        seen,
     )

@@ -29,8 +29,9 @@ ADVICE = {
     Reason.FIXED_STEPS: "Took {steps}, as tol = atol = 0 asks for; the residual is "
     "{relative:.3g} of the right-hand side's norm.",
     Reason.STAGNATED: "Stagnated after {steps}: the true residual stays at "
-    "{residual:.6g}, above the threshold {threshold:.6g}, because rounding prevents more. Loosen "
-    "`tol`, use wider floats, or lower the condition number with a preconditioner `M` or a shift.",
+    "{residual:.6g}, above the threshold {threshold:.6g}, because rounding prevents more, or `A` is "
+    "singular and `b` is not in its range. Loosen `tol`, use wider floats, or lower the condition "
+    "number with a preconditioner `M` or a shift; with gmres, raise `restart`.",
     Reason.INDEFINITE_PRECONDITIONER: "Stopped after {steps}: <r, M r> = "
     "{breakdown:.6g}, so `M` is not positive definite. Pass a positive definite `M`, or none.",
     Reason.INDEFINITE_OPERATOR: "Stopped after {steps}: <p, A p> = {breakdown:.6g}, "
@@ -49,7 +50,7 @@ class SolveError(ArithmeticError):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Info:
-    """The report of a solve, equal on all ranks; a pytree of scalars.
+    """The report of a solve, equal on all ranks; a pytree.
 
     Attributes
     ----------
@@ -67,6 +68,14 @@ class Info:
         ``max(tol * rhs_norm, atol)``.
     breakdown : float
         ``<p, A p>`` or ``<r, M r>`` where one was not positive and ended the solve, 0 otherwise.
+    condition_estimate : float
+        The ratio of the extreme Ritz values of ``M A`` that the steps have found: a lower bound of
+        the condition number, and after convergence mostly close to it. 1 where the method has none.
+    reductions : int
+        Messages that the solver sent, those of ``A`` and ``M`` not counted.
+    residual_history : (history,) array, or None
+        Residual norms at the start and after each step, as the method knows them; NaN beyond the
+        last step.
     """
 
     converged: jax.Array
@@ -76,6 +85,9 @@ class Info:
     rhs_norm: jax.Array
     threshold: jax.Array
     breakdown: jax.Array
+    condition_estimate: jax.Array
+    reductions: jax.Array
+    residual_history: jax.Array | None = None
 
     @property
     def reason_name(self) -> str:

@@ -6,19 +6,36 @@ a fresh lambda over fresh samples does not compile again.
 """
 
 import enum
+import functools
 from typing import Any
 
 import jax
 import numpy as np
+import scipy.sparse
 from jax.extend import core
 
 
-def as_function(A, name, b):
+def is_matrix(A):
+    """Whether ``A`` is an array, and so a matrix."""
+    return isinstance(A, (jax.Array, np.ndarray))
+
+
+def as_function(A, name, b, space, args=()):
     """Return the function ``p -> A p`` for a function, a matrix, or an object that supports `@`."""
-    if isinstance(A, (jax.Array, np.ndarray)):
-        return _matrix(A, name, b)
+    if scipy.sparse.issparse(A):
+        raise TypeError(
+            f"`{name}` is a SciPy matrix, which JAX cannot multiply with: got {type(A).__name__}. "
+            "Make a `distsolve.linalg.DistributedCSR` of it."
+        )
     if callable(A):
-        return A
+        return (lambda p: A(p, *args)) if args else A
+    if args:
+        raise TypeError(
+            f"`args` are handed to a function `{name}(p, *args)`: got {len(args)} of them with "
+            f"{type(A).__name__}, which takes none. Pass a function."
+        )
+    if is_matrix(A):
+        return _matrix(A, name, b, space)
     if hasattr(A, "__matmul__"):
         return lambda p: A @ p
     raise TypeError(
@@ -27,22 +44,28 @@ def as_function(A, name, b):
     )
 
 
-def _matrix(A, name, b):
+def _matrix(A, name, b, space):
     A = jax.numpy.asarray(A)
     leaf = b if isinstance(b, jax.Array) else None
-    if leaf is None or leaf.ndim != 1 or A.shape != 2 * leaf.shape:
+    whole, rows = space.is_whole, "n" if space.is_whole else "entries of `b` here"
+    fits = leaf is not None and leaf.ndim == 1 and A.ndim == 2 and A.shape[0] == leaf.shape[0]
+    if not fits or (whole and A.shape[1] != A.shape[0]) or A.shape[1] < A.shape[0]:
         found = f"one array of shape {leaf.shape}" if leaf is not None else "a pytree"
         raise ValueError(
             f"`{name}`: expected a function, or for one array `b` of shape (n,) a matrix of shape "
-            f"(n, n): got an array of shape {A.shape}, and `b` is {found}. Pass a function of one "
-            "vector, or a matrix that fits."
+            f"({rows}, {'n' if whole else 'entries of `b` on all ranks'}): got an array of shape "
+            f"{A.shape}, and `b` is {found}. Pass a function of one vector, or a matrix that fits."
         )
     if A.dtype != leaf.dtype:
         raise TypeError(
             f"`{name}` is a matrix of {A.dtype} and `b` is {leaf.dtype}: dtypes are not cast "
             f"silently. Convert one of them, for example {name}.astype({leaf.dtype})."
         )
-    return lambda p: jax.numpy.matmul(A, p, precision=jax.lax.Precision.HIGHEST)
+    product = functools.partial(jax.numpy.matmul, A, precision=jax.lax.Precision.HIGHEST)
+    if whole:
+        return product
+    offset = space.offset(leaf.shape[0])
+    return lambda p: product(space.assemble(p, offset, A.shape[1]))
 
 
 class Incomparable(Exception):  # noqa: N818 - no fault: such a program is compiled anew

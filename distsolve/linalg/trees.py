@@ -10,11 +10,17 @@ import jax
 import jax.numpy as jnp
 
 HIGHEST = jax.lax.Precision.HIGHEST
+_DIGIT_BITS = 8
+_DIGIT = 1 << _DIGIT_BITS
 
 
 def _wide(dtype):
     """Return the dtype to compute in: float32 for floats of fewer bits, else the dtype itself."""
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
+
+
+def _is_complex(leaf):
+    return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
 
 
 def axpy(alpha, x, y):
@@ -56,8 +62,7 @@ def real_parts(x):
     """Return the real arrays that ``x`` consists of: two for a complex leaf, one for a real one."""
     parts = []
     for leaf in jax.tree.leaves(x):
-        complex_leaf = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-        parts += [leaf.real, leaf.imag] if complex_leaf else [leaf]
+        parts += [leaf.real, leaf.imag] if _is_complex(leaf) else [leaf]
     return parts
 
 
@@ -66,9 +71,7 @@ def from_real_parts(parts, like):
     leaves, treedef = jax.tree.flatten(like)
     parts = iter(parts)
     joined = [
-        jax.lax.complex(next(parts), next(parts))
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-        else next(parts)
+        jax.lax.complex(next(parts), next(parts)) if _is_complex(leaf) else next(parts)
         for leaf in leaves
     ]
     return jax.tree.unflatten(treedef, joined)
@@ -102,6 +105,39 @@ def vdot(x, y):
     return total
 
 
+def size_digits(x, dtype):
+    """Return `size` as digits, lowest first, that add up exactly over up to 2**16 ranks: (6,)."""
+    return jnp.asarray([size(x) >> _DIGIT_BITS * i & _DIGIT - 1 for i in range(6)], dtype)
+
+
+def size_of_digits(digits):
+    """Return the size whose `size_digits` add up to ``digits``, or the largest integer there is."""
+    total, estimate = jnp.zeros((), int), jnp.zeros((), digits.dtype)
+    for digit in digits[::-1]:
+        total = total * _DIGIT + digit.astype(total.dtype)
+        estimate = estimate * _DIGIT + digit
+    largest = jnp.iinfo(total.dtype).max
+    return jnp.where(estimate < float(largest), total, largest)
+
+
+def inner_dtype(x):
+    """Return the dtype of the whole ``<x, y>``: that of `scalar_dtype`, complex if any leaf is."""
+    dtype = scalar_dtype(x)
+    if not any(map(_is_complex, jax.tree.leaves(x))):
+        return dtype
+    return jnp.dtype(jnp.complex128 if dtype == jnp.float64 else jnp.complex64)
+
+
+def inner(x, y):
+    """Return the whole ``<x, y>``, of dtype `inner_dtype`."""
+    dtype = inner_dtype(x)
+    total = jnp.zeros((), dtype)
+    for u, v in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+        u, v = u.ravel().astype(_wide(u.dtype)), v.ravel().astype(_wide(v.dtype))
+        total = total + jnp.vdot(u, v, precision=HIGHEST).astype(dtype)
+    return total
+
+
 def max_abs(x):
     """Return the largest modulus among the real parts, 0 for an empty vector."""
     dtype = scalar_dtype(x)
@@ -113,8 +149,72 @@ def max_abs(x):
 
 def norm(x):
     """Return the 2-norm, safe against overflow and underflow of the squares."""
-    unit = power_of_two(max_abs(x), x)
-    return unit * jnp.sqrt(vdot(*2 * (scale(1 / unit, x),)))
+    return norm_of_bins(square_bins(x))
+
+
+def square_bins(x):
+    """Return the sums of the squares of large, middling and small entries, scaled: (3,).
+
+    They add up over pieces of a vector as they are, so a norm over many ranks needs no second
+    message to agree on a scale. No square of a scaled entry overflows or vanishes; NaN counts as
+    middling, infinity as large. The bounds are those of Blue (1978), doi:10.1145/355769.355771, as
+    in Anderson (2017), doi:10.1145/3061665.
+    """
+    dtype = scalar_dtype(x)
+    small, large, scales = _bounds(dtype)
+    bins = [jnp.zeros((), dtype)] * 3
+    for part in real_parts(x):
+        part = part.astype(dtype)
+        size = jnp.abs(part)
+        is_large, is_small = size > large, size < small
+        members = is_large, ~(is_large | is_small), is_small
+        for i, (member, scale) in enumerate(zip(members, scales, strict=True)):
+            # Scaled before it is selected: XLA makes (x s) (x s) into x x (s s), which overflows.
+            bins[i] = bins[i] + jnp.sum(jnp.square(jnp.where(member, part * scale, 0)))
+    return jnp.stack(bins)
+
+
+def norm_of_bins(bins):
+    """Return the 2-norm of the vector whose `square_bins`, added up, are ``bins``."""
+    _, _, scales = _bounds(bins.dtype)
+    parts = _sqrt(bins) / jnp.asarray(scales, bins.dtype)
+    unit = power_of_two(jnp.max(parts), parts)
+    return unit * _sqrt(jnp.sum(jnp.square(parts / unit)))
+
+
+def _bounds(dtype):
+    """Return up to where entries are small, from where they are large, and the bins' scales."""
+    info = jnp.finfo(dtype)
+    # The exponents and digits of the papers, for a mantissa between 1/2 and 1.
+    lowest, highest, digits = int(info.minexp) + 1, int(info.maxexp), int(info.nmant) + 1
+    small = 2.0 ** -((1 - lowest) // 2)
+    large = 2.0 ** ((highest - digits + 1) // 2)
+    scales = 2.0 ** -((highest + digits) // 2), 1.0, 2.0 ** ((digits - lowest + 1) // 2)
+    return small, large, scales
+
+
+def _sqrt(x):
+    """Return the square root, with the derivative 0 at 0 rather than infinity."""
+    zero = x == 0
+    return jnp.where(zero, 0, jnp.sqrt(jnp.where(zero, 1, x)))
+
+
+def project(V, w):
+    """Return ``<V_i, w>`` for a stack of vectors, whose leaves have one more axis in front: (m,).
+
+    Complex if all leaves are complex; else the real parts, which is the inner product of a mixture.
+    """
+    leaves = list(zip(jax.tree.leaves(V), jax.tree.leaves(w), strict=True))
+    whole = all(_is_complex(vector) for _, vector in leaves)
+    dtype = inner_dtype(w) if whole else scalar_dtype(w)
+    total = jnp.zeros(len(leaves[0][0]), dtype)
+    for rows, vector in leaves:
+        wide = _wide(rows.dtype)
+        rows, vector = rows.reshape(len(rows), -1).astype(wide), vector.ravel().astype(wide)
+        # <v, w> is the conjugate of <w, v>, for which the stack is read as it lies.
+        product = jnp.matmul(rows, vector.conj(), precision=HIGHEST).conj()
+        total = total + (product if whole else product.real).astype(dtype)
+    return total
 
 
 def power_of_two(value, x):

@@ -18,6 +18,7 @@ from distsolve.mpi.movement import (
     scatter,
     scatterv,
 )
+from distsolve.mpi.nonblocking import Request, iallreduce, wait
 from distsolve.mpi.operations import (
     BAND,
     BOR,
@@ -63,6 +64,7 @@ __all__ = [
     "PROD",
     "SUM",
     "Op",
+    "Request",
     "Status",
     "allgather",
     "allgatherv",
@@ -77,6 +79,7 @@ __all__ = [
     "exscan",
     "gather",
     "gatherv",
+    "iallreduce",
     "prepare",
     "pvary",
     "rank",
@@ -90,4 +93,5 @@ __all__ = [
     "sendrecv",
     "set_chunk_bytes",
     "size",
+    "wait",
 ]

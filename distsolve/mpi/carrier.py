@@ -20,7 +20,9 @@ _WIDER = {
 }
 
 
-def encode(x: Any, call: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def encode(
+    x: Any, call: str, name: str = "x"
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """An array of whole bytes per element, and the function that turns it back.
 
     Parameters
@@ -28,7 +30,7 @@ def encode(x: Any, call: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Arra
     x : array, NumPy array or Python scalar
         Only data movement may use this: the carrier of a 4-bit integer must not be summed.
     """
-    x = as_array(x, call)
+    x = as_array(x, call, name)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         impl = jax.random.key_impl(x)
         return jax.random.key_data(x), lambda y: jax.random.wrap_key_data(y, impl=impl)
@@ -39,8 +41,8 @@ def encode(x: Any, call: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Arra
     return x.astype(wider), lambda y: y.astype(dtype)
 
 
-def as_array(x: Any, call: str) -> jax.Array:
-    """A JAX array, or an error that names the call."""
+def as_array(x: Any, call: str, name: str = "x") -> jax.Array:
+    """A JAX array, or an error that names the argument and the call."""
     if isinstance(x, jax.Array):
         return x
     try:
@@ -48,10 +50,10 @@ def as_array(x: Any, call: str) -> jax.Array:
     except TypeError as error:
         if hasattr(x, "dtype"):
             raise TypeError(
-                f"`x` of {call} has dtype {x.dtype}, which JAX does not know: convert it, for "
+                f"`{name}` of {call} has dtype {x.dtype}, which JAX does not know: convert it, for "
                 "instance to float64 or to bytes (uint8)."
             ) from error
         raise TypeError(
-            f"`x` of {call} is of type {type(x).__name__}; expected an array, a NumPy array, a "
-            "Python scalar, or a pytree of these."
+            f"`{name}` of {call} is of type {type(x).__name__}; expected an array, a NumPy array, "
+            "a Python scalar, or a pytree of these."
         ) from error

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from distsolve.mpi.lifecycle import is_on
-from distsolve.mpi.native import abi, messages, movement, reductions, serial
+from distsolve.mpi.native import abi, messages, movement, nonblocking, reductions, serial
 from distsolve.mpi.operations import DTYPES, Op, identities
 
 _THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
@@ -68,8 +68,9 @@ def _load() -> Library:
         library = _bind_mpi()
     if is_on("DISTSOLVE_NO_IN_PLACE"):
         abi.set_in_place(False)
-    for name, handler in (reductions.HANDLERS | movement.HANDLERS | messages.HANDLERS).items():
-        jax.ffi.register_ffi_target(f"distsolve_{name}", handler, platform="cpu")
+    for kind in (reductions, movement, messages, nonblocking):
+        for name, handler in kind.HANDLERS.items():
+            jax.ffi.register_ffi_target(f"distsolve_{name}", handler, platform="cpu")
     return library
 
 

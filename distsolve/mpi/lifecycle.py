@@ -11,7 +11,7 @@ import traceback
 from typing import Any
 
 from distsolve.mpi._jaxcompat import wait_for_ordered
-from distsolve.mpi.native import abi
+from distsolve.mpi.native import abi, nonblocking
 
 _finalizing = False
 # A launcher that is told to abort drops the output that it has not passed on yet.
@@ -39,6 +39,7 @@ def finish() -> None:
     """Wait for queued MPI calls before MPI goes away; a failed one makes the job fail."""
     try:
         wait_for_ordered()
+        nonblocking.finish()
     except Exception:
         MPI = _job_of_many_ranks()
         if MPI is not None:

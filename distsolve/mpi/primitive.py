@@ -57,6 +57,8 @@ class OpSpec:
     batch : (bind, operands, dims, params) -> (results, dims), always one MPI call.
     derivative : params -> why there is none, or None where the operation is linear.
     joint : whether tangents travel in the same message as the values.
+    jvp : (bind, primals, tangents, params) -> (results, tangents), where it is not the operation
+        applied to the tangents.
     silent : whether there are no results, so that JAX would forget the call in reverse mode.
     transpose : (cotangents, operand avals, params) -> cotangents of the operands, or None.
     """
@@ -68,6 +70,7 @@ class OpSpec:
     aliases: Callable[[Avals, Avals, dict], dict[int, int]] = no_aliases
     derivative: Callable[[dict], str | None] = lambda params: None
     joint: bool = False
+    jvp: Callable[..., tuple[list, list]] | None = None
     silent: bool = False
     transpose: Callable[..., list] | None = None
 
@@ -164,10 +167,12 @@ def _batch(made: MPIPrimitive, operands: Sequence, dims: Sequence, *, ordered: b
 
 def _jvp(made: MPIPrimitive, primals: Sequence, tangents: Sequence, **params: Any):
     """The operation applied to the tangents, in the message of the values where rows allow it."""
+    bind = functools.partial(made.primitive.bind, **params)
+    if made.spec.jvp is not None:
+        return made.spec.jvp(bind, primals, tangents, params)
     reason = made.spec.derivative(params)
     if reason is not None:
         raise NotImplementedError(reason)
-    bind = functools.partial(made.primitive.bind, **params)
     if made.spec.joint:
         # Each operand has its own result, so operands without a tangent simply stay out.
         moving = [i for i, t in enumerate(tangents) if type(t) is not Zero]

@@ -13,6 +13,9 @@ from distsolve.mpi._jaxcompat import ShapedArray, batching
 from distsolve.mpi.comm import of_id
 from distsolve.mpi.operations import SUM, Op
 
+# Bytes of a message in the background, as an operand.
+MAX_REQUEST = 1 << 20
+
 Avals = Sequence[ShapedArray]
 Batched = tuple[list[Any], list[Any]]
 
@@ -72,6 +75,27 @@ def given_back(avals_in: Avals, avals_out: Avals, params: dict) -> dict[int, int
 def template_in_place(avals_in: Avals, avals_out: Avals, params: dict) -> dict[int, int]:
     """A message is received into its template, the last operand."""
     return {len(avals_in) - 1: 0}
+
+
+def started(avals: Avals, params: dict) -> list[ShapedArray]:
+    """The number of a request (64 bits in two words, also where JAX has 32), then every operand."""
+    size = sum(a.size * a.dtype.itemsize for a in avals[: params["count"]])
+    if size > MAX_REQUEST:
+        raise ValueError(
+            f"`x` of iallreduce has {size} bytes, but a message in the background is copied, and "
+            f"may have {MAX_REQUEST} at most: use `allreduce`."
+        )
+    return [ShapedArray((2,), np.dtype(np.uint32)), *same_shapes(avals, params)]
+
+
+def waited(bind: Callable, operands: Sequence, dims: Sequence, params: dict) -> Batched:
+    """One message for the batch, so one number."""
+    if dims[0] is not None:
+        raise NotImplementedError(
+            "wait under vmap got requests that differ along the batch: call `iallreduce` and "
+            "`wait` in the same iteration of a loop whose condition depends on the batch."
+        )
+    return bind(*operands, **params), list(dims[1:])
 
 
 def only_of_sums(call: str) -> Callable[[dict], str | None]:

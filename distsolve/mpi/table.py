@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from distsolve.mpi import rules
-from distsolve.mpi._jaxcompat import Primitive, ShapedArray, ad, batching, mlir
+from distsolve.mpi._jaxcompat import (
+    Primitive,
+    ShapedArray,
+    Zero,
+    ad,
+    batching,
+    mlir,
+    zero_tangent,
+)
 from distsolve.mpi.comm import of_id
 from distsolve.mpi.native.abi import ANY_SOURCE, ANY_TAG
 from distsolve.mpi.operations import SUM
@@ -104,6 +113,61 @@ reduce_scatter = make_primitive(
         batch=rules.behind_ranks(1, 0),
         transpose=_reduce_scatter_transpose,
         derivative=rules.only_of_sums("reduce_scatter"),
+    )
+)
+
+
+# ---- a reduction in the background: `count` operands are the message, the rest passes through ----
+
+
+def _iallreduce_jvp(bind: Callable, primals: Sequence, tangents: Sequence, params: dict) -> tuple:
+    # The tangent of a request is that of its operand: `wait` reduces it.
+    reason = iallreduce.spec.derivative(params)
+    if reason is not None and any(type(t) is not Zero for t in tangents[: params["count"]]):
+        raise NotImplementedError(reason)
+    number, *values = bind(*primals)
+    return [number, *values], [zero_tangent(number), *tangents]
+
+
+def _iallreduce_transpose(cts: list, avals: rules.Avals, params: dict) -> list:
+    n = params["count"]
+    return [*pvary_p.bind(*cts[1 : n + 1], comm=params["comm"]), *cts[n + 1 :]]
+
+
+iallreduce: MPIPrimitive = make_primitive(
+    OpSpec(
+        name="iallreduce",
+        attributes=("comm", "count", "op"),
+        outputs=rules.started,
+        aliases=lambda avals_in, avals_out, params: {i: i + 1 for i in range(len(avals_in))},
+        batch=lambda bind, xs, dims, params: (bind(*xs, **params), [None, *dims]),
+        derivative=rules.only_of_sums("iallreduce"),
+        jvp=_iallreduce_jvp,
+        transpose=_iallreduce_transpose,
+    )
+)
+
+
+def _wait_jvp(bind: Callable, primals: Sequence, tangents: Sequence, params: dict) -> tuple:
+    moved = list(tangents[1:])
+    moving = [i for i, t in enumerate(moved[: params["count"]]) if type(t) is not Zero]
+    if moving:
+        sums = allreduce(*(moved[i] for i in moving), comm=params["comm"], op=params["op"], chunk=0)
+        for i, t in zip(moving, sums, strict=True):
+            moved[i] = t
+    return bind(*primals), moved
+
+
+wait = make_primitive(
+    OpSpec(
+        name="wait",
+        attributes=("comm", "count"),
+        outputs=lambda avals, params: rules.same_shapes(avals[1:], params),
+        aliases=lambda avals_in, avals_out, params: {i + 1: i for i in range(len(avals_out))},
+        batch=rules.waited,
+        derivative=rules.only_of_sums("iallreduce"),
+        jvp=_wait_jvp,
+        transpose=lambda cts, avals, params: [Zero(avals[0].to_ct_aval()), *cts],
     )
 )
 

@@ -45,6 +45,23 @@ for i, y in enumerate(results):
     run_ranks(program, np=2).check()
 
 
+def test_serialized_calls_in_the_background():
+    """Below MULTIPLE no thread helps, and nothing may wait for it."""
+    program = f"""{HEADER}
+mpi4py.rc.thread_level = "serialized"
+@jax.jit
+def loop(x):
+    def body(i, x):
+        request, p = mpi.iallreduce(x, through=x)
+        p = mpi.allreduce(p)
+        return mpi.wait(request, after=p)[0] / 2 + 1
+    return jax.lax.fori_loop(0, 50, body, x)
+assert jnp.all(loop(jnp.ones(3)) == 51.0)
+mpi.iallreduce(1.0)
+"""
+    run_ranks(program, np=2).check()
+
+
 @pytest.mark.parametrize("fault", ["version", "size"])
 def test_two_libraries_are_refused(fault):
     program = f"""{HEADER}

@@ -20,6 +20,33 @@ def test_work_in_flight_at_the_end():
         assert "Traceback" not in run_ranks(program, np=2).check().stderr
 
 
+@pytest.mark.parametrize("end", ["exit", "finalize", "failure"])
+def test_requests_that_nobody_waited_for(end):
+    """One is on its way when the other rank comes to the end."""
+    program = (
+        HEADER
+        + f"""
+from mpi4py import MPI
+jax.jit(mpi.iallreduce)(jnp.ones(3))
+mpi.iallreduce(jnp.ones(3), mpi.MAX)
+if rank == 1:
+    time.sleep(1)
+request = jax.jit(mpi.iallreduce)(jnp.ones(100_000))
+if {end!r} == "finalize":
+    MPI.Finalize()
+if {end!r} == "failure" and rank == 1:
+    raise ValueError("no such molecule")
+"""
+    )
+    done = run_ranks(program, np=2)
+    assert not done.timed_out
+    if end == "failure":
+        assert "rank 1 of 2: uncaught exception" in done.stderr
+        assert done.returncode != 0
+    else:
+        assert "Traceback" not in done.check().stderr
+
+
 # Rank 1 notes when it raises, and never makes the call that the others are in.
 LEAVE = """
 import pathlib
@@ -170,6 +197,8 @@ def test_calls_after_finalize_raise():
         + """
 from mpi4py import MPI
 compiled = jax.jit(mpi.allreduce).lower(jnp.ones(3)).compile()
+request, wait = mpi.iallreduce(jnp.ones(3)), jax.jit(mpi.wait).lower(mpi.iallreduce(jnp.ones(3)))
+wait = wait.compile()
 jitted = jax.jit(lambda x: mpi.bcast(x))
 jax.block_until_ready((compiled(jnp.ones(3)), jitted(jnp.ones(3)), mpi.allreduce(jnp.ones(3))))
 MPI.Finalize()
@@ -179,6 +208,7 @@ for call in (
     lambda: mpi.allreduce(jnp.ones(3)),
     lambda: mpi.allreduce(jnp.ones(3), comm=MPI.COMM_WORLD),
     lambda: jax.jit(mpi.scan)(jnp.ones(3)),
+    lambda: wait(request),
     mpi.barrier,
 ):
     try:
@@ -192,7 +222,7 @@ for call in (
     done = run_ranks(program, np=2).check()
     # Ranks may write into each other's lines: count sentences.
     said = done.stdout
-    assert said.count("after MPI_Finalize") + said.count("has been finalised") == 12, said
+    assert said.count("after MPI_Finalize") + said.count("has been finalised") == 14, said
     assert "no error" not in said
 
 

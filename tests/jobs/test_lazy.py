@@ -60,6 +60,7 @@ SAME = {
     "allgatherv": (lambda x: mpi.allgatherv(x, [1]), x),
     "alltoallv": (lambda x: mpi.alltoallv(x, [1], [1]), x),
     "sendrecv": (lambda x: mpi.sendrecv(x, 0.0 * x, 0, 0), x),
+    "iallreduce": (lambda x: mpi.wait(mpi.iallreduce(x), after=x)[0], x),
     "recv": (lambda x: mpi.recv(x, mpi.PROC_NULL), x),
     "float16": (mpi.allreduce, x.astype(jnp.float16)),
     "bfloat16": (mpi.allreduce, x.astype(jnp.bfloat16)),

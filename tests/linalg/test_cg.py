@@ -14,7 +14,7 @@ from spmd import agree, assert_allclose, ranks
 
 from distsolve import mpi
 from distsolve.linalg import Reason, SolveError, cg
-from distsolve.linalg.krylov.cg import COST
+from distsolve.linalg.krylov.cg_classic import COST
 
 
 def check(result, x, reason, iterations=None, rtol=1e-12, atol=0.0):

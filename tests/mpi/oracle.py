@@ -30,7 +30,8 @@ LOGICAL = (mpi.LAND, mpi.LOR, mpi.LXOR)
 BITWISE = (mpi.BAND, mpi.BOR, mpi.BXOR)
 ARITHMETIC = (mpi.SUM, mpi.PROD, mpi.MIN, mpi.MAX)
 
-REDUCTIONS = ("allreduce", "reduce", "scan", "exscan", "reduce_scatter")
+IN_CHUNKS = ("allreduce", "reduce", "scan", "exscan", "reduce_scatter")
+REDUCTIONS = (*IN_CHUNKS, "iallreduce")
 WITH_ROOT = ("reduce", "bcast", "gather", "scatter", "gatherv", "scatterv")
 WITH_COUNTS = ("gatherv", "scatterv", "allgatherv")
 ROW = (2, 3)
@@ -113,6 +114,7 @@ def _alltoallv(xs: list, table: np.ndarray) -> list:
 
 SERIAL: dict[str, Callable[..., list]] = {
     "allreduce": lambda xs, op: [fold(op, xs)] * len(xs),
+    "iallreduce": lambda xs, op: [fold(op, xs)] * len(xs),
     "reduce": lambda xs, op, root: _at_root(xs, root, fold(op, xs)),
     "scan": lambda xs, op: [fold(op, xs[: r + 1]) for r in range(len(xs))],
     "exscan": lambda xs, op: [identity(op, xs[0])] + [fold(op, xs[:r]) for r in range(1, len(xs))],
@@ -208,4 +210,6 @@ def invoke(name: str, x: Any, comm: Any, arguments: tuple, **keywords: Any) -> A
         template = jax.tree.map(jnp.zeros_like, x)
         source, dest = (rank - shift) % size, (rank + shift) % size
         return function(x, template, source, dest, comm=comm, **keywords)
+    if name == "iallreduce":
+        return mpi.wait(function(x, *arguments, comm=comm, **keywords))
     return function(x, *arguments, comm=comm, **keywords)

@@ -14,6 +14,7 @@ from spmd import agree, assert_equal, ranks
 from distsolve import mpi
 
 HUGE = 10**6  # more ranks than any test has
+MOST = 1 << 20  # bytes of a reduction in the background
 X = np.arange(3.0)
 LARGEST_TAG = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
 
@@ -65,6 +66,7 @@ for _name in oracle.REDUCTIONS:
             TypeError,
             rf"`op` of {_name} is .*; expected an operation such as distsolve.mpi.SUM",
         )
+for _name in oracle.IN_CHUNKS:
     for _chunk in (0, 15, -1, 2**30 + 1):
         wrong(
             f"{_name}: chunk_bytes {_chunk}",
@@ -72,7 +74,7 @@ for _name in oracle.REDUCTIONS:
             ValueError,
             f"`chunk_bytes` is {_chunk}; expected a number of bytes from 16 to",
         )
-for _name in (*oracle.REDUCTIONS, "bcast", "allreduce_symmetric"):
+for _name in (*oracle.IN_CHUNKS, "bcast", "allreduce_symmetric"):
     for _chunk in ("1 MiB", 1e6, 64.5, (64,)):
         wrong(
             f"{_name}: chunk_bytes {_chunk!r}",
@@ -98,7 +100,7 @@ for _chunk in ("1 MiB", 1e6, 64.5):
     )
 
 OPERAND = ("allreduce", "reduce", "scan", "exscan", "reduce_scatter", "bcast", "gather", "scatter")
-OPERAND += ("allgather", "alltoall", "allreduce_symmetric", "pvary")
+OPERAND += ("allgather", "alltoall", "allreduce_symmetric", "pvary", "iallreduce")
 for _name in OPERAND:
     for _x in (object(), "text", np.array(["a", "b"]), np.array([object()]), 3j.conjugate):
         wrong(
@@ -109,6 +111,41 @@ for _name in OPERAND:
         )
 wrong("send: x", lambda: mpi.send("text", 0), TypeError, "`x` of send is of type str")
 wrong("recv: x", lambda: mpi.recv(object(), 0), TypeError, "`x` of recv is of type object")
+
+for _name, _call, _error, _words in (
+    ("no array", lambda: mpi.iallreduce({"a": ()}), ValueError, "is a pytree without arrays"),
+    (
+        "dtypes",
+        lambda: mpi.iallreduce((np.zeros(2, np.int32), np.zeros(2, np.float32))),
+        TypeError,
+        "has the dtypes float32, int32; expected one",
+    ),
+    (
+        "bytes",
+        lambda: mpi.iallreduce(np.zeros(MOST + 1, np.int8)),
+        ValueError,
+        f"has {MOST + 1} bytes, .* may have {MOST} at most: use `allreduce`",
+    ),
+    (
+        "bytes of a batch",
+        lambda: jax.vmap(mpi.iallreduce)(np.zeros((2, MOST), np.int8)),
+        ValueError,
+        f"has {2 * MOST} bytes",
+    ),
+):
+    wrong(f"iallreduce: {_name}", _call, _error, f"`x` of iallreduce {_words}")
+wrong(
+    "iallreduce: through",
+    lambda: mpi.iallreduce(X, through="text"),
+    TypeError,
+    "`through` of iallreduce is of type str",
+)
+wrong(
+    "wait: request",
+    lambda: mpi.wait(X),
+    TypeError,
+    r"`request` of wait is array.* of type ndarray; expected what `iallreduce` returned",
+)
 
 EVERYTHING = {
     "barrier": lambda comm: mpi.barrier(comm=comm),

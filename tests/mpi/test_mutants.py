@@ -8,9 +8,10 @@ import pytest
 from mpi import oracle
 from mpi.test_messages import check_chain
 from mpi.test_ops import check, check_barrier
-from spmd import ROADS
+from spmd import ROADS, ranks
 
 from distsolve import mpi
+from distsolve.mpi.nonblocking import iallreduce
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +50,18 @@ def own_row(x, rank, size, root):
     return x.shape[1:] if rank == root else x.shape
 
 
+def kept_apart(scale):
+    """A reduction in the background that no other rank takes part in."""
+
+    def mutant(x, op, *, comm):
+        return iallreduce(scale(x, comm), op, comm=ranks().communicators["self"])
+
+    return mutant
+
+
 LOCAL = {
     "allreduce": times_size,
+    "iallreduce": kept_apart(lambda x, comm: x * comm.size),
     "reduce": times_size,
     "scan": lambda x, *arguments, comm=None: x * (comm.rank + 1),
     "exscan": lambda x, *arguments, comm=None: x * comm.rank,
@@ -68,6 +79,7 @@ LOCAL = {
 }
 IDENTITY = dict.fromkeys(oracle.SERIAL, lambda x, *arguments, comm=None: x)
 IDENTITY["sendrecv"] = lambda sendbuf, recvbuf, *peers, comm=None: sendbuf
+IDENTITY["iallreduce"] = kept_apart(lambda x, comm: x)
 MUTANTS = {"identity": IDENTITY, "local arithmetic": LOCAL}
 
 

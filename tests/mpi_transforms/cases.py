@@ -182,6 +182,16 @@ def _chain(x: Any) -> Any:
     return mpi.sendrecv(x, 2.0 * x, source, dest, sendtag=1, recvtag=1)
 
 
+def _in_background(op: mpi.Op) -> Function:
+    """Double what a rank has while the message is under way."""
+
+    def run(x: Any) -> Any:
+        request, through = mpi.iallreduce(x, op, through=x)
+        return mpi.wait(request, after=2.0 * through)[0]
+
+    return run
+
+
 def _barrier(x: Any) -> Any:
     mpi.barrier()
     return 3.0 * x
@@ -203,6 +213,14 @@ CASES = [
     Case(
         "allreduce, op=MAX",
         lambda x: mpi.allreduce(x, mpi.MAX),
+        lambda xs: [np.max(xs, axis=0)] * len(xs),
+        replicated=True,
+        refuses=refuses("sum only", *DERIVATIVES),
+    ),
+    Case("iallreduce, wait", _in_background(mpi.SUM), _total, replicated=True),
+    Case(
+        "iallreduce, op=MAX",
+        _in_background(mpi.MAX),
         lambda xs: [np.max(xs, axis=0)] * len(xs),
         replicated=True,
         refuses=refuses("sum only", *DERIVATIVES),

@@ -291,12 +291,14 @@ rank and before any communication; its text is below.
 
 A batched call (`vmap`) is one MPI call for the whole batch. `jax.checkpoint` does not repeat an MPI
 call. The value and the tangent of `allreduce`, `reduce`, `scan`, `exscan` and `bcast` travel in one
-message. Integers and booleans have no derivative, as everywhere in JAX.
+message; the tangent of `iallreduce` has an `allreduce` of its own, at the `wait`. Integers and
+booleans have no derivative, as everywhere in JAX.
 
-The results of `allreduce`, `allreduce_symmetric`, `bcast`, `allgather` and `allgatherv` are the
-same on every rank, and so are their cotangents: each rank gets its own share of a gradient. Apply
-`pvary` to a replicated value that enters per-rank work, and `jax.grad` gives the full gradient on
-every rank. `allreduce_symmetric` is differentiated along symmetric or Hermitian matrices.
+The results of `allreduce`, `allreduce_symmetric`, `wait`, `bcast`, `allgather` and `allgatherv` are
+the same on every rank, and so are their cotangents: each rank gets its own share of a gradient.
+Apply `pvary` to a replicated value that enters per-rank work, and `jax.grad` gives the full
+gradient on every rank. `allreduce_symmetric` is differentiated along symmetric or Hermitian
+matrices.
 
 A derivative is MPI calls too, so every rank must differentiate through the same calls: an operand
 that depends on the parameters on one rank and is a constant on another gives the two ranks

@@ -14,12 +14,14 @@ ctypedef uint64_t Handle
 cdef enum Call:
     ALLREDUCE, REDUCE, SCAN, EXSCAN, BCAST, GATHER, SCATTER, ALLGATHER, ALLTOALL
     REDUCE_SCATTER_BLOCK, BARRIER, SEND, RECV, SENDRECV
-    GATHERV, SCATTERV, ALLGATHERV, ALLTOALLW
+    GATHERV, SCATTERV, ALLGATHERV, ALLTOALLW, IALLREDUCE
     TYPE_CREATE_HINDEXED, TYPE_COMMIT, TYPE_FREE, ERROR_STRING, GET_ELEMENTS_X, COMM_SIZE
-    GET_LIBRARY_VERSION
+    GET_LIBRARY_VERSION, TEST, WAIT
     N_CALLS
 
 ctypedef int (*combine_t)(const void *, void *, int, Handle, Handle, Handle) noexcept nogil
+ctypedef int (*icombine_t)(
+    const void *, void *, int, Handle, Handle, Handle, Handle *) noexcept nogil
 ctypedef int (*reduce_t)(const void *, void *, int, Handle, Handle, int, Handle) noexcept nogil
 ctypedef int (*bcast_t)(void *, int, Handle, int, Handle) noexcept nogil
 ctypedef int (*rooted_t)(
@@ -49,6 +51,8 @@ ctypedef int (*error_string_t)(int, char *, int *) noexcept nogil
 ctypedef int (*get_elements_t)(const void *, Handle, int64_t *) noexcept nogil
 ctypedef int (*comm_size_t)(Handle, int *) noexcept nogil
 ctypedef int (*version_t)(char *, int *) noexcept nogil
+ctypedef int (*test_t)(Handle *, int *, void *) noexcept nogil
+ctypedef int (*wait_t)(Handle *, void *) noexcept nogil
 
 # The `peer` of `check` where a call has none.
 cdef enum:
@@ -99,6 +103,8 @@ cdef int peer(int64_t rank) noexcept nogil
 cdef void count_call(Call call) noexcept nogil
 cdef fp_mode enter() noexcept nogil
 cdef void leave(fp_mode mode) noexcept nogil
+cdef bint in_use() noexcept nogil
+cdef bint serialized() noexcept nogil
 cdef bint ready(
     Frame *frame, Call call, int64_t comm_id_at, Comm **comm, Error **answer
 ) noexcept nogil

@@ -18,17 +18,21 @@ from distsolve.mpi.native.ffi cimport (
 cdef extern from *:
     """
     static void count_up(int64_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+    static void count_down(int64_t *counter) { __atomic_fetch_sub(counter, 1, __ATOMIC_RELAXED); }
+    static int64_t now(int64_t *counter) { return __atomic_load_n(counter, __ATOMIC_RELAXED); }
     """
     void count_up(int64_t *counter) noexcept nogil
+    void count_down(int64_t *counter) noexcept nogil
+    int64_t now(int64_t *counter) noexcept nogil
 
 
 NAMES = (
     "MPI_Allreduce", "MPI_Reduce", "MPI_Scan", "MPI_Exscan", "MPI_Bcast", "MPI_Gather",
     "MPI_Scatter", "MPI_Allgather", "MPI_Alltoall", "MPI_Reduce_scatter_block", "MPI_Barrier",
     "MPI_Send", "MPI_Recv", "MPI_Sendrecv", "MPI_Gatherv", "MPI_Scatterv", "MPI_Allgatherv",
-    "MPI_Alltoallw", "MPI_Type_create_hindexed", "MPI_Type_commit",
+    "MPI_Alltoallw", "MPI_Iallreduce", "MPI_Type_create_hindexed", "MPI_Type_commit",
     "MPI_Type_free", "MPI_Error_string", "MPI_Get_elements_x", "MPI_Comm_size",
-    "MPI_Get_library_version",
+    "MPI_Get_library_version", "MPI_Test", "MPI_Wait",
 )
 assert len(NAMES) == N_CALLS
 
@@ -54,6 +58,7 @@ for _index in range(<int> N_CALLS):
 cdef Comm *comm_blocks[N_BLOCKS]
 cdef void **status_blocks[N_BLOCKS]
 cdef int64_t calls[<int> N_CALLS]
+cdef int64_t inside = 0         # threads between `enter` and `leave`
 cdef bint lock_needed = False
 cdef pthread_mutex_t lock
 pthread_mutex_init(&lock, NULL)
@@ -103,14 +108,26 @@ cdef fp_mode enter() noexcept nogil:
     """Begin to use MPI; below MPI_THREAD_MULTIPLE only one thread at a time may."""
     if lock_needed:
         pthread_mutex_lock(&lock)
+    count_up(&inside)
     return fp_keep_subnormals()
 
 
 cdef void leave(fp_mode mode) noexcept nogil:
     """Undo `enter`."""
     fp_restore(mode)
+    count_down(&inside)
     if lock_needed:
         pthread_mutex_unlock(&lock)
+
+
+cdef bint in_use() noexcept nogil:
+    """Whether a thread is in a call of MPI's, which drives all that is outstanding."""
+    return now(&inside) > 0
+
+
+cdef bint serialized() noexcept nogil:
+    """Whether MPI was initialised below MPI_THREAD_MULTIPLE."""
+    return lock_needed
 
 
 cdef bint ready(

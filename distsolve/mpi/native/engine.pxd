@@ -30,5 +30,7 @@ cdef Job job_of(
     int64_t chunk
 ) noexcept nogil
 cdef int run(Job *job) noexcept nogil
+cdef void widen(const Job *job, const char *src, char *wire, int64_t count) noexcept nogil
+cdef void narrow(const Job *job, const char *wire, char *dst, int64_t count) noexcept nogil
 cdef int reduce_scatter(Job *job, const char *src, char *dst, int64_t block) noexcept nogil
 cdef void mirror(char *matrix, int64_t n, int dtype, int64_t item) noexcept nogil

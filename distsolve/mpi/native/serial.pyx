@@ -40,6 +40,22 @@ cdef int combine(
     return 0
 
 
+cdef int icombine(
+    const void *send, void *recv, int count, Handle dtype, Handle op, Handle comm, Handle *request
+) noexcept nogil:
+    copy(recv, send, count * <int64_t> dtype)
+    return 0
+
+
+cdef int test(Handle *request, int *done, void *status) noexcept nogil:
+    done[0] = 1
+    return 0
+
+
+cdef int wait(Handle *request, void *status) noexcept nogil:
+    return 0
+
+
 cdef int exscan(
     const void *send, void *recv, int count, Handle dtype, Handle op, Handle comm
 ) noexcept nogil:
@@ -200,6 +216,7 @@ ADDRESSES = {
     "MPI_Scatterv": <uintptr_t> &scatterv,
     "MPI_Allgatherv": <uintptr_t> &allgatherv,
     "MPI_Alltoallw": <uintptr_t> &alltoallw,
+    "MPI_Iallreduce": <uintptr_t> &icombine,
     "MPI_Type_create_hindexed": <uintptr_t> &create_hindexed,
     "MPI_Type_commit": <uintptr_t> &use_type,
     "MPI_Type_free": <uintptr_t> &use_type,
@@ -207,4 +224,6 @@ ADDRESSES = {
     "MPI_Get_elements_x": <uintptr_t> &get_elements,
     "MPI_Comm_size": <uintptr_t> &comm_size,
     "MPI_Get_library_version": <uintptr_t> &library_version,
+    "MPI_Test": <uintptr_t> &test,
+    "MPI_Wait": <uintptr_t> &wait,
 }

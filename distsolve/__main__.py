@@ -1,0 +1,40 @@
+"""The command line: ``python -m distsolve COMMAND``, alone or under ``mpiexec``."""
+
+import argparse
+import contextlib
+import sys
+
+from distsolve import mpi
+from distsolve.commands import solve
+
+# Each has `add(subparsers)`, which sets `run`, a function of the options that returns the status.
+COMMANDS = (solve,)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command on all ranks.
+
+    Parameters
+    ----------
+    arguments : list of str, optional
+        Instead of the command line.
+
+    Returns
+    -------
+    int
+        The exit status, the same on all ranks.
+    """
+    parser = argparse.ArgumentParser(prog="python -m distsolve", description="Tools of distsolve.")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add(subparsers)
+    with contextlib.ExitStack() as stack:
+        if mpi.rank() != 0:  # all ranks read the same line: one of them explains what is wrong
+            stack.enter_context(contextlib.redirect_stdout(None))
+            stack.enter_context(contextlib.redirect_stderr(None))
+        options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

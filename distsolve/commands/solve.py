@@ -1,0 +1,264 @@
+"""``python -m distsolve solve FILE.mtx``: a sparse system, rows split over the ranks."""
+
+import argparse
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.io
+
+from distsolve import linalg, mpi
+from distsolve.commands.matrix_market import read_system
+from distsolve.commands.together import InputError, agreed, agreed_on_rank_0
+
+METHODS = {
+    "cg": (linalg.cg, {"method": "classic"}),
+    "single_reduction": (linalg.cg, {"method": "single_reduction"}),
+    "pipelined": (linalg.cg, {"method": "pipelined"}),
+    "minres": (linalg.minres, {}),
+    "gmres": (linalg.gmres, {}),
+}
+PRECONDITIONERS = ("none", "jacobi", "block_jacobi")
+DTYPES = ("float32", "float64", "complex64", "complex128")
+BLOCK = 32  # rows of a block of block_jacobi
+MOST_HISTORY = 1_000_000  # residual norms kept for a plot
+
+
+class Outcome(NamedTuple):
+    """What a solve left on this rank."""
+
+    x: jax.Array
+    info: linalg.Info
+    seconds: float
+    compile_seconds: float
+
+
+def add(subparsers: Any) -> None:
+    """Add this command to the command line.
+
+    Parameters
+    ----------
+    subparsers : as from ``ArgumentParser.add_subparsers``
+    """
+    parser = subparsers.add_parser(
+        "solve",
+        help="solve a sparse system from a Matrix Market file",
+        description="Solve A x = b for a sparse matrix from a Matrix Market file, rows split over "
+        "the ranks. Exit status: 0 converged, 1 not converged, 2 unusable input.",
+        epilog="Start it with `mpiexec -n RANKS python -m distsolve solve FILE.mtx`.",
+    )
+    parser.add_argument("file", type=Path, help="Matrix Market file of the matrix")
+    parser.add_argument("--rhs", type=Path, help="Matrix Market file of b (A @ ones)")
+    parser.add_argument("--method", choices=METHODS, default="cg", help="(cg)")
+    parser.add_argument("--preconditioner", choices=PRECONDITIONERS, default="none", help="(none)")
+    parser.add_argument(
+        "--block-size", type=_positive, default=BLOCK, help=f"rows of block_jacobi ({BLOCK})"
+    )
+    parser.add_argument("--tol", type=_tolerance, default=1e-8, help="relative residual (1e-8)")
+    parser.add_argument("--maxiter", type=_positive, help="most iterations (10 times the rows)")
+    parser.add_argument("--dtype", choices=DTYPES, help="(float64, or complex128 where needed)")
+    parser.add_argument("--output", type=Path, help="Matrix Market file to write x to")
+    parser.add_argument("--plot", type=Path, help="PNG of the residual over the iterations")
+    parser.add_argument("--quiet", action="store_true", help="no live line, no report")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if not 0 < value < 2**31:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {value}")
+    return value
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, such as 1e-8, got {text}")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    """Solve the system that the options name, on all ranks.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        As `add` describes them, the same on all ranks.
+
+    Returns
+    -------
+    int
+        0 if the solve converged, 1 if not.
+
+    Raises
+    ------
+    SystemExit
+        With status 2 on all ranks, for input that cannot be used.
+    """
+    jax.config.update("jax_enable_x64", True)
+    agreed_on_rank_0(_check_targets, options)
+    # One rank reads: a job of many would read the file as many times, and hold as many copies.
+    system = agreed_on_rank_0(
+        read_system, options.file, options.rhs, options.dtype, options.method != "gmres"
+    )
+    A = linalg.DistributedCSR.scatter(system and system.matrix)
+    b = mpi.scatterv(system.b if system else np.zeros((), A.dtype), A.counts)
+    M = agreed(_preconditioner, options, A)
+    outcome = solve(options, A, b, M)
+    x = np.asarray(mpi.gatherv(outcome.x, A.counts))
+    if system:
+        if options.output:
+            scipy.io.mmwrite(options.output, x[:, None])
+        if options.plot:
+            plot(options, outcome.info)
+        if not options.quiet:
+            print(report(options, system, A, x, outcome))
+    return 0 if outcome.info.converged else 1
+
+
+def _check_targets(options):
+    """Find out before the work whether its results can be written."""
+    for name in ("output", "plot"):
+        path = getattr(options, name)
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            raise InputError(f"--{name} {path}: is no file in a folder that exists.")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise InputError(
+            "--plot needs matplotlib, which is not installed: pip install 'distsolve[examples]'."
+        )
+
+
+def _preconditioner(options, A):
+    try:
+        if options.preconditioner == "jacobi":
+            return linalg.jacobi(jnp.real(A.diag()))
+        if options.preconditioner == "block_jacobi":
+            return linalg.block_jacobi(A.local_block(), options.block_size)
+    except ValueError as error:
+        raise InputError(
+            f"{options.file}: --preconditioner {options.preconditioner} cannot be used for rows "
+            f"{A.rows.start + 1} to {A.rows.stop}: {error}"
+        ) from error
+    return None
+
+
+def solve(options: argparse.Namespace, A: Any, b: Any, M: Any) -> Outcome:
+    """Compile and run the solver.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+    A : DistributedCSR
+    b : (n,) sharded
+    M : preconditioner or None
+
+    Returns
+    -------
+    Outcome
+
+    Communication
+    -------------
+    That of the solver.
+    """
+    solver, choice = METHODS[options.method]
+    history = 0
+    if options.plot:
+        history = min(options.maxiter or 10 * A.shape[0], MOST_HISTORY) + 1
+
+    @jax.jit
+    def program(A, b, M):
+        return solver(
+            A,
+            b,
+            tol=options.tol,
+            maxiter=options.maxiter,
+            M=M,
+            space=A.plan.space,
+            history=history,
+            progress=not options.quiet,
+            **choice,
+        )
+
+    begin = time.perf_counter()
+    compiled = program.lower(A, b, M).compile()
+    mpi.barrier()
+    start = time.perf_counter()
+    x, info = jax.block_until_ready(compiled(A, b, M))
+    return Outcome(x, info, time.perf_counter() - start, start - begin)
+
+
+def report(
+    options: argparse.Namespace, system: Any, A: Any, x: np.ndarray, outcome: Outcome
+) -> str:
+    """Return what to print in the end.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+    system : System
+    A : DistributedCSR
+    x : (N,) array
+        The whole solution.
+    outcome : Outcome
+
+    Returns
+    -------
+    str
+    """
+    info, n = outcome.info, A.shape[0]
+    rhs_norm = float(info.rhs_norm)
+    relative = float(info.residual_norm) / rhs_norm if rhs_norm else float(info.residual_norm)
+    method = options.method
+    if options.preconditioner != "none":
+        method += f" with {options.preconditioner}"
+    steps = int(info.iterations)
+    lines = {
+        "matrix": f"{options.file}, {n} x {n}, {system.matrix.nnz} entries, {A.dtype}",
+        "note": system.note,
+        "right-hand side": options.rhs or "A @ ones, so that the solution is 1 everywhere",
+        "rows": ", ".join(map(str, A.counts)) + f" on {len(A.counts)} rank(s)",
+        "method": method,
+        "result": info.message,
+        "iterations": steps,
+        "true residual": f"{float(info.residual_norm):.6g}, relative {relative:.3g}",
+        "error": "" if options.rhs else f"{np.abs(x - 1).max():.3g} at most",
+        "condition": _condition(info),
+        "time": f"{outcome.seconds:.3f} s, {1000 * outcome.seconds / max(steps, 1):.3f} ms per "
+        f"iteration; compilation {outcome.compile_seconds:.1f} s",
+        "solution": options.output,
+        "plot": options.plot,
+    }
+    return "\n".join(f"{name:16} {text}" for name, text in lines.items() if text not in ("", None))
+
+
+def _condition(info):
+    estimate = float(info.condition_estimate)
+    return f"about {estimate:.3g} at least" if np.isfinite(estimate) and estimate > 0 else ""
+
+
+def plot(options: argparse.Namespace, info: linalg.Info) -> None:
+    """Draw the residual over the iterations.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+    info : Info
+        With its history.
+    """
+    from matplotlib.figure import Figure
+
+    norms = np.asarray(info.residual_history)
+    norms = norms[: int(info.iterations) + 1] / (float(info.rhs_norm) or 1.0)
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.semilogy(np.arange(len(norms)), norms)
+    axes.axhline(options.tol, color="gray", linestyle="--", label=f"tolerance {options.tol:g}")
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("residual / norm of the right-hand side")
+    axes.set_title(f"{options.file.name}, {options.method}")
+    axes.legend()
+    figure.savefig(options.plot, format="png", dpi=150)

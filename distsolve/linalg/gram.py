@@ -1,0 +1,304 @@
+"""The matrix of stochastic reconfiguration as an operator: one message for each product.
+
+N samples on all ranks, n of them here, P parameters; J (n, P) the rows here, centred; w their
+weights, 1 each by default, and N their sum over all ranks:
+
+    C = J^H w J / N,    S = C + shift + diag_scale * diag(C).
+
+The vectors that S acts on are replicated. Nothing is centred in a product, and N is not known while
+tracing: it travels in the product's own message.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distsolve.linalg import gram_product
+from distsolve.linalg.jacobian import check_weights, mean_of, ravel, safe, unravel
+from distsolve.linalg.space import Sharded, Space
+from distsolve.linalg.trees import HIGHEST
+
+
+class SRMatrix:
+    """What both forms of S share: damping, and the one message of a product.
+
+    A pytree: the fields in ``DATA`` are its leaves, those in ``STATIC`` are compared by value.
+    """
+
+    DATA: tuple[str, ...] = ()
+    STATIC: tuple[str, ...] = ()
+    rows: Space
+    shift: jax.Array
+    diag_scale: jax.Array | None
+    diagonal: jax.Array | None
+    weights: jax.Array | None
+
+    def tree_flatten(self):
+        """Return the fields that are data, and the others."""
+        data, static = ([getattr(self, f) for f in fields] for fields in (self.DATA, self.STATIC))
+        return data, tuple(static)
+
+    @classmethod
+    def tree_unflatten(cls, static, data):
+        """Return the operator again, without what its construction does."""
+        self = object.__new__(cls)
+        for name, value in zip(cls.DATA + cls.STATIC, (*data, *static), strict=True):
+            setattr(self, name, value)
+        return self
+
+    def _damp(self, shift, diag_scale):
+        """Set the damping; the diagonal it may need is one message."""
+        self.shift = self._scalars(shift, "shift", (self.size,))
+        self.diag_scale = self.diagonal = None
+        if not (isinstance(diag_scale, (int, float)) and diag_scale == 0):
+            self.diag_scale = self._scalars(diag_scale, "diag_scale")
+            self.diagonal = self._gram_diagonal()
+
+    def _scalars(self, value, name, *shapes):
+        value = jnp.asarray(value)
+        if jnp.iscomplexobj(value) or value.shape not in ((), *shapes):
+            raise ValueError(
+                f"`{name}` must be real, of shape {' or '.join(map(str, ((), *shapes)))}: got "
+                f"{value.dtype} of shape {value.shape}."
+            )
+        return value.astype(self.real_dtype)
+
+    @property
+    def size(self) -> int:
+        """The number of parameters P."""
+        raise NotImplementedError
+
+    @property
+    def real_dtype(self) -> Any:
+        """The dtype of real numbers as precise as the matrix."""
+        raise NotImplementedError
+
+    def _local(self, V, tail):
+        """Return this rank's part of C N V, as `gram_product` does, with more behind the tail."""
+        raise NotImplementedError
+
+    def _finish(self, U, rest):
+        """Return the sum over ranks of C N V from that of `_local`."""
+        return U
+
+    def _fold(self, function, start):
+        """Return ``start`` after ``start = function(start, rows of J, their weights)``."""
+        raise NotImplementedError
+
+    def product(self, V: jax.Array, extra: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Multiply several vectors, and sum what has to travel with them.
+
+        Parameters
+        ----------
+        V : (k, P) array, replicated
+            Real vectors for the complex ``J`` of real parameters.
+        extra : (m,) real array
+            This rank's own scalars.
+
+        Returns
+        -------
+        S V : (k, P), replicated
+        quadratic : (k,) real, replicated
+            ``V_c^H S V_c``, from the norms ``||J V_c||^2``: never negative without a shift that is.
+        total : (m,), replicated
+            ``extra`` summed over the ranks.
+
+        Communication
+        -------------
+        One message.
+        """
+        self._check(V)
+        k, P = V.shape
+        here = jnp.asarray(self._weight_here(), self.real_dtype)
+        tail = jnp.concatenate([here[None], extra])
+        summed = self.rows.sum(self._local(V, tail))
+        U, norms, rest = gram_product.unpack(summed, k, P, V.dtype)
+        N = safe(rest[0])
+        U = self._finish(U, rest[len(tail) :]) / N.astype(V.dtype)
+        damping = jnp.broadcast_to(self._damping(self.diagonal), (P,))[None]
+        squares = V.real**2 + V.imag**2 if jnp.iscomplexobj(V) else V**2
+        damped = U + damping.astype(V.dtype) * V
+        return damped, norms / N + jnp.sum(damping * squares, 1), rest[1 : len(tail)]
+
+    def __matmul__(self, v: Any) -> Any:
+        """Return ``S v``, for ``v`` (P,) or a pytree of P numbers in the order of its leaves.
+
+        Communication: one message.
+        """
+        leaves = jax.tree.leaves(v)
+        if len({leaf.dtype for leaf in leaves}) != 1:
+            raise TypeError(
+                f"a vector must have leaves of one dtype: got {[str(x.dtype) for x in leaves]}."
+            )
+        none = jnp.zeros(0, self.real_dtype)
+        product, _, _ = self.product(ravel(v)[None], none)
+        return unravel(product[0], v)
+
+    def __call__(self, v: Any) -> Any:
+        """Return ``S v``; the same as ``S @ v``."""
+        return self @ v
+
+    def diag(self) -> jax.Array:
+        """Return the diagonal of S: (P,) real, replicated.
+
+        Communication: one message; none with ``diag_scale``, for which it is there already.
+        """
+        diagonal = self._gram_diagonal() if self.diagonal is None else self.diagonal
+        return diagonal + self._damping(self.diagonal)
+
+    def dense(self, dtype: Any = None) -> jax.Array:
+        """Return S as a matrix on vectors of ``dtype``: (P, P) replicated.
+
+        A real ``dtype`` for complex ``J`` gives ``Re(J^H J)``; by default the dtype of ``J``.
+
+        Communication: one `sum` of P^2 + 1 numbers.
+        """
+        dtype = jnp.dtype(self.dtype if dtype is None else dtype)
+
+        def add(H, J, weights):
+            real = jnp.iscomplexobj(J) and not jnp.issubdtype(dtype, jnp.complexfloating)
+            for part in [J.real, J.imag] if real else [J]:
+                weighted = part * weights[:, None].astype(part.dtype)
+                contract = (((0,), (0,)), ((), ()))
+                H = H + jax.lax.dot_general(part.conj(), weighted, contract, precision=HIGHEST)
+            return H
+
+        H = self._fold(add, jnp.zeros((self.size, self.size), dtype))
+        H, N = self.rows.sum((H, jnp.asarray(self._weight_here(), dtype)))
+        damping = jnp.broadcast_to(self._damping(self.diagonal), (self.size,))
+        diagonal = jnp.arange(self.size)
+        return (H / safe(N)).at[diagonal, diagonal].add(damping.astype(dtype))
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the rows of J."""
+        raise NotImplementedError
+
+    def _check(self, V):
+        if V.ndim != 2 or V.shape[1] != self.size:
+            raise ValueError(
+                f"a vector must have as many entries as there are parameters, {self.size}: got "
+                f"{V.shape[-1] if V.ndim else V.shape}."
+            )
+        if V.dtype not in self._vector_dtypes():
+            expected = " or ".join(map(str, self._vector_dtypes()))
+            raise TypeError(
+                f"a vector must have the dtype {expected}: got {V.dtype}. Nothing is cast silently."
+            )
+
+    def _vector_dtypes(self):
+        raise NotImplementedError
+
+    def _damping(self, diagonal):
+        return self.shift if diagonal is None else self.shift + self.diag_scale * diagonal
+
+    def _weight_here(self):
+        raise NotImplementedError
+
+    def _gram_diagonal(self):
+        """Return diag(C) (P,); one message."""
+
+        def add(sums, J, weights):
+            squares = J.real**2 + J.imag**2 if jnp.iscomplexobj(J) else J**2
+            return sums + jnp.matmul(weights, squares, precision=HIGHEST)
+
+        sums = self._fold(add, jnp.zeros(self.size, self.real_dtype))
+        return mean_of(sums, jnp.asarray(self._weight_here(), sums.dtype), self.rows)
+
+
+@jax.tree_util.register_pytree_node_class
+class Gram(SRMatrix):
+    """The matrix of stochastic reconfiguration from stored log-derivatives.
+
+    ``S = J^H w J / N + shift + diag_scale diag(J^H w J / N)``, with N the sum of all weights.
+
+    ``G @ v`` and ``G(v)`` are products, ``G.diag()`` and ``G.dense()`` parts of it. It is a pytree:
+    `jax.jit` takes it as an argument, and a new ``J``, shift or weight compiles nothing anew.
+
+    Parameters
+    ----------
+    J : (n, P) float32, float64, complex64 or complex128, sharded by rows
+        Centred already, see `center`. Vectors have its dtype, or for the complex ``J`` of real
+        parameters are real; then ``S = Re(J^H w J) / N + ...``.
+    shift : real scalar, or (P,) replicated
+        Added to the diagonal.
+    diag_scale : real scalar
+        How much of the diagonal of ``J^H w J / N`` is added to it. Anything but the Python number
+        0 costs one message here, at construction, and none later.
+    rows : Space
+        Over which ranks the rows are spread; `Sharded` by default. Vectors are replicated.
+    weights : (n,) real of J's precision, sharded, optional
+        Not negative; 1 each by default. They need not sum to 1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        While tracing: shapes or dtypes that do not fit. Nothing is cast silently.
+
+    Communication
+    -------------
+    One message for each product, of k P + k + 1 numbers for k vectors.
+
+    References
+    ----------
+    Sorella (1998), doi:10.1103/PhysRevLett.80.4558.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from distsolve import Gram
+    >>> G = Gram(jnp.array([[1.0, 2.0], [-1.0, -2.0]]), shift=0.5)  # the same rows on each rank
+    >>> (G @ jnp.array([1.0, 0.0])).tolist()
+    [1.5, 2.0]
+    """
+
+    DATA = ("J", "shift", "diag_scale", "diagonal", "weights")
+    STATIC = ("rows",)
+    J: jax.Array
+
+    def __init__(
+        self,
+        J: jax.Array,
+        shift: Any = 0.0,
+        diag_scale: Any = 0.0,
+        rows: Space | None = None,
+        weights: jax.Array | None = None,
+    ) -> None:
+        self.J = jnp.asarray(J)
+        if self.J.ndim != 2 or str(self.J.dtype) not in gram_product.DTYPES:
+            raise TypeError(
+                f"`J` must have shape (n, P) and a dtype of {', '.join(gram_product.DTYPES)}: got "
+                f"{self.J.dtype} of shape {self.J.shape}."
+            )
+        self.rows = Sharded() if rows is None else rows
+        self.weights = check_weights(weights, len(self.J), self.real_dtype)
+        self._damp(shift, diag_scale)
+
+    @property
+    def size(self) -> int:
+        """The number of parameters P."""
+        return int(self.J.shape[1])
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of J."""
+        return self.J.dtype
+
+    @property
+    def real_dtype(self) -> Any:
+        """The dtype of real numbers as precise as J."""
+        return jnp.finfo(self.J.dtype).dtype
+
+    def _vector_dtypes(self):
+        return dict.fromkeys((self.J.dtype, self.real_dtype))
+
+    def _weight_here(self):
+        return len(self.J) if self.weights is None else self.weights.sum()
+
+    def _local(self, V, tail):
+        return gram_product.gram_product(self.J, V, tail, self.weights)
+
+    def _fold(self, function, start):
+        ones = jnp.ones(len(self.J), self.real_dtype)
+        return function(start, self.J, ones if self.weights is None else self.weights)

@@ -1,0 +1,103 @@
+"""Classic conjugate gradients: two small reductions a step.
+
+Reference: Hestenes and Stiefel (1952), doi:10.6028/jres.049.044, in the preconditioned form of
+Saad (2003), Iterative Methods for Sparse Linear Systems, algorithm 9.1. Ours: the search direction
+is kept at size 1 by powers of two, and no step is taken on a product that is not positive.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from distsolve.linalg import driver, trees
+from distsolve.linalg.info import Reason
+from distsolve.linalg.krylov import ritz
+from distsolve.linalg.space import Space
+
+# A step: products with A, reductions of inner products (for vectors in pieces), agreements on
+# whether to stop (for replicated vectors; one tiny message, none at one rank), and vectors held.
+COST = {"matvec": 1, "reductions": 2, "agreements": 1, "vectors": 4}
+
+
+class State(NamedTuple):
+    """All that CG carries from one iteration to the next."""
+
+    x: Any
+    r: Any
+    p: Any  # the search direction, divided by `unit`
+    unit: jax.Array
+    rz: jax.Array  # <r, M r>
+    rr: jax.Array  # <r, r>
+    event: jax.Array
+    breakdown: jax.Array
+    ritz: ritz.Ritz
+
+
+def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
+    """Return the state at the zero vector, whose residual is ``r``."""
+    z = r if M is None else M(r)
+    rz, rr = space.dot((r, z), (r, r))
+    event = jnp.full((), Reason.RUNNING, jnp.int32)
+    if M is not None:
+        event = space.decide(judge(jnp.ones_like(rz), rz, rr, rr, aim))
+    unit = size_of(z, rz, rr)
+    p, estimates = trees.scale(1 / unit, z), ritz.start(rr.dtype)
+    return State(trees.zeros_like(r), r, p, unit, rz, rr, event, rz, estimates)
+
+
+def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
+    """Take one step, unless that would move nothing for the better."""
+    x, r, p, unit, rz, rr, _, _, estimates = state
+    Ap = A(p)
+    (pAp,) = space.dot((p, Ap))
+    alpha = jnp.where(rr > aim.floor, trees.safe_ratio(rz, unit * pAp), 0)
+    r = trees.axpy(-alpha, Ap, r)
+    z = r if M is None else M(r)
+    rz_new, rr_new = space.dot((r, z), (r, r))
+
+    # Agree before x moves: a step that fails on one rank must move nothing on any.
+    event = space.decide(judge(pAp, rz_new, rr, rr_new, aim))
+    x = trees.axpy(jnp.where(event < Reason.INDEFINITE_OPERATOR, alpha, 0), p, x)
+
+    beta, unit_new = trees.safe_ratio(rz_new, rz), size_of(z, rz_new, rr_new)
+    p = trees.axpy(beta * (unit / unit_new), p, trees.scale(1 / unit_new, z))
+    breakdown = jnp.where(pAp > 0, rz_new, pAp * unit * unit)
+    estimates = ritz.update(estimates, alpha / unit, beta)
+    return State(x, r, p, unit_new, rz_new, rr_new, event, breakdown, estimates)
+
+
+def judge(
+    pAp: jax.Array, rz: jax.Array, rr_old: jax.Array, rr: jax.Array, aim: driver.Aim
+) -> jax.Array:
+    """Return what a step has come to, in the order of the codes: the worst that applies.
+
+    Products that vanish with the residual prove nothing, hence the comparisons with the floor.
+    """
+    finite = jnp.isfinite(pAp) & jnp.isfinite(rz) & jnp.isfinite(rr)
+    return jnp.select(
+        [
+            ~finite,
+            (pAp <= 0) & (rr_old > aim.floor),
+            rr <= aim.target,
+            (rz <= 0) & (rr > aim.floor),
+        ],
+        [
+            jnp.full((), reason, jnp.int32)
+            for reason in (
+                Reason.NONFINITE,
+                Reason.INDEFINITE_OPERATOR,
+                Reason.CONVERGED,
+                Reason.INDEFINITE_PRECONDITIONER,
+            )
+        ],
+        jnp.full((), Reason.RUNNING, jnp.int32),
+    )
+
+
+def size_of(z: Any, rz: jax.Array, rr: jax.Array) -> jax.Array:
+    """Return a power of two near the size of ``z = M r``, from products that are at hand."""
+    return trees.power_of_two(rz / jnp.sqrt(jnp.where(rr > 0, rr, jnp.ones_like(rr))), z)
+
+
+METHOD = driver.Method("cg", init, step, COST)

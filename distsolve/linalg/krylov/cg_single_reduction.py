@@ -1,0 +1,120 @@
+"""Conjugate gradients with all inner products of a step in one reduction.
+
+The product ``<p, A p>`` is not measured: A is applied to ``z = M r``, and by conjugacy
+
+    <p+, A p+> = <z, A z> - beta^2 <p, A p>,   A p+ = A z + beta A p   for   p+ = z + beta p.
+
+Reference: Chronopoulos and Gear (1989), doi:10.1016/0377-0427(89)90045-9. Ours: M and A are scaled
+by powers of two to a size of 1, no step is taken on a product that is not positive, and where the
+difference is not, the method begins anew from ``p+ = z``, whose product is measured.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from distsolve.linalg import driver, trees
+from distsolve.linalg.info import Reason
+from distsolve.linalg.krylov import ritz
+from distsolve.linalg.krylov.cg_classic import judge, size_of
+from distsolve.linalg.space import Space
+
+# Beyond the steps' own, a cycle takes one more product with A.
+COST = {"matvec": 1, "reductions": 1, "agreements": 1, "vectors": 5}
+
+
+class State(NamedTuple):
+    """All that the method carries from one iteration to the next, scaled by ``units``."""
+
+    x: Any
+    r: Any
+    p: Any
+    s: Any  # A p
+    units: "Units"
+    rz: jax.Array  # <r, M r>
+    pAp: jax.Array
+    rr: jax.Array  # <r, r>
+    event: jax.Array
+    breakdown: jax.Array
+    ritz: ritz.Ritz
+
+
+class Units(NamedTuple):
+    """Powers of two that bring the operators of a cycle to a size of about 1."""
+
+    A: jax.Array
+    M: jax.Array
+
+    def scaled(self, A: Any, M: Any) -> tuple[Any, Any]:
+        """Return both operators, scaled."""
+        return (
+            lambda v: trees.scale(self.A, A(v)),
+            lambda v: v if M is None else trees.scale(self.M, M(v)),
+        )
+
+    def breakdown(self, pAp: jax.Array, rz: jax.Array) -> jax.Array:
+        """Return the product that was not positive, in the user's units."""
+        return jnp.where(pAp > 0, rz / self.M, pAp / (self.A * self.M) / self.M)
+
+
+def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
+    """Return the state at the zero vector, whose residual is ``r``."""
+    z = r if M is None else M(r)
+    w = A(z)
+    # Copies of a replicated vector may differ in their last bits, and units must not.
+    rz, zAz, rr = space.decide(space.dot((r, z), (z, w), (r, r)))
+    event = judge(jnp.ones_like(rz), rz, rr, rr, aim)
+    units = units_of(z, M, rz, zAz, rr)
+    p, s = trees.scale(units.M, z), trees.scale(units.A * units.M, w)
+    rz, pAp = rz * units.M, (zAz * units.M) * (units.A * units.M)
+    x, breakdown, estimates = trees.zeros_like(r), units.breakdown(pAp, rz), ritz.start(rr.dtype)
+    return State(x, r, p, s, units, rz, pAp, rr, event, breakdown, estimates)
+
+
+def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
+    """Take one step, unless that would move nothing for the better."""
+    x, r, p, s, units, rz, pAp, rr, _, _, estimates = state
+    A, M = units.scaled(A, M)
+    alpha = jnp.where(rr > aim.floor, trees.safe_ratio(rz, pAp), 0)
+    r = trees.axpy(-alpha, s, r)
+    z = M(r)
+    w = A(z)
+    rz_new, zAz, rr_new = space.dot((r, z), (z, w), (r, r))
+
+    # Agree before x moves: a step that fails on one rank must move nothing on any.
+    event = space.decide(judge(pAp, rz_new, rr, rr_new, aim))
+    x = trees.axpy(jnp.where(event < Reason.INDEFINITE_OPERATOR, alpha, 0), p, x)
+
+    beta, pAp_new = conjugate(trees.safe_ratio(rz_new, rz), zAz, pAp)
+    p, s = trees.axpy(beta, p, z), trees.axpy(beta, s, w)
+    breakdown = units.breakdown(pAp, rz_new)
+    estimates = ritz.update(estimates, alpha * units.A * units.M, beta)
+    return State(x, r, p, s, units, rz_new, pAp_new, rr_new, event, breakdown, estimates)
+
+
+def units_of(z: Any, M: Any, rz: jax.Array, zAz: jax.Array, rr: jax.Array) -> Units:
+    """Return the units of a cycle from the products at its start, where ``z = M r``."""
+    unit = jnp.ones_like(rr) if M is None else 1 / size_of(z, rz, rr)
+    return Units(trees.power_of_two(rz / zAz / unit, z), unit)
+
+
+def conjugate(beta: jax.Array, zAz: jax.Array, pAp: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return ``beta`` and ``<p+, A p+>`` for ``p+ = z + beta p``, with ``beta`` 0 in case of doubt.
+
+    A difference within the rounding of its terms says nothing of the length of the step. One that
+    is negative says nothing of the operator: where the residual is mostly rounding, directions are
+    not conjugate. Only a product that was measured can prove an operator indefinite.
+    """
+    difference = zAz - beta * beta * pAp
+    doubtful = difference <= 64 * jnp.finfo(zAz.dtype).eps * jnp.abs(zAz)
+    beta = jnp.where(doubtful, jnp.zeros_like(beta), beta)
+    return beta, jnp.where(doubtful, zAz, difference)
+
+
+def answer(M: Any, state: State) -> Any:
+    """Return the correction in the user's units."""
+    return trees.scale(state.units.A, state.x)
+
+
+METHOD = driver.Method("single_reduction", init, step, COST, answer)

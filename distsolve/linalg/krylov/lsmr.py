@@ -1,0 +1,210 @@
+"""Least squares, of any shape and rank, by minimal residuals of the normal equations.
+
+Reference: Fong and Saunders (2011), doi:10.1137/10079687X, with the stopping rules of its section
+on convergence. Ours: the true residuals decide in the end, quotients are ordered such that no
+square of the size of ``A`` appears, and vectors live in two spaces, which is why the loop is here.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from distsolve.linalg import arguments, derivative, driver, operators, trees
+from distsolve.linalg.info import Info, Reason
+from distsolve.linalg.krylov import cg_classic
+from distsolve.linalg.space import Replicated, Sharded, Space
+
+# A step: as in `cg`, and a product with the adjoint. The two reductions are a norm in each space.
+COST = {"matvec": 1, "adjoint": 1, "reductions": 2, "agreements": 1, "vectors": 5}
+
+
+class Problem(NamedTuple):
+    """Minimise ``||A x - b||^2 + damp^2 ||x - x0||^2``."""
+
+    A: Any
+    adjoint: Any
+    damp: jax.Array
+    rows: Space  # of b
+    columns: Space  # of x
+
+    def decide(self, x):
+        """Return a value equal on all ranks, for one message or none."""
+        return (self.rows if self.rows.is_whole else self.columns).decide(x)
+
+
+class Aim(NamedTuple):
+    """What is to be reached, for ``||b||`` about 1; negative: nothing."""
+
+    residual: jax.Array  # of ||r||
+    normal: jax.Array  # of ||A^H r||, relative to ||A|| ||r||
+
+
+class State(NamedTuple):
+    """All that LSMR carries from one iteration to the next. Names are those of the paper."""
+
+    x: Any
+    u: Any  # (rows) A v_k = alpha u_k + beta u_(k+1)
+    v: Any
+    h: Any
+    h_bar: Any
+    alpha: jax.Array
+    alpha_bar: jax.Array
+    rho: jax.Array
+    rho_bar: jax.Array
+    c_bar: jax.Array
+    s_bar: jax.Array
+    zeta: jax.Array
+    zeta_bar: jax.Array  # its size is || A^H r ||
+    estimate: "Estimate"
+    norm: jax.Array  # of A
+    least: jax.Array  # extreme pivots: the condition of A
+    most: jax.Array
+    event: jax.Array
+
+
+class Estimate(NamedTuple):
+    """The norm of the residual, from rotations of the scalars alone."""
+
+    norm: jax.Array
+    beta: jax.Array  # beta double dot
+    beta_dot: jax.Array
+    rho_dot: jax.Array
+    tau: jax.Array
+    theta: jax.Array
+    damped: jax.Array  # what the damping adds
+
+
+def init(problem: Problem, r: Any, like: Any) -> State:
+    """Return the state at the zero vector like ``like``, whose residual is ``r``."""
+    beta = problem.rows.norm(r)
+    u = trees.scale(_inverse(beta), r)
+    v = problem.adjoint(u)
+    alpha = problem.columns.norm(v)
+    v = trees.scale(_inverse(alpha), v)
+    zero, one, nothing = jnp.zeros_like(beta), jnp.ones_like(beta), trees.zeros_like(like)
+    # alpha beta, the first || A^H r ||: the residual has a norm of about 1.
+    return State(
+        x=nothing,
+        u=u,
+        v=v,
+        h=v,
+        h_bar=nothing,
+        alpha=alpha,
+        alpha_bar=alpha,
+        rho=one,
+        rho_bar=one,
+        c_bar=one,
+        s_bar=zero,
+        zeta=zero,
+        zeta_bar=alpha * beta,
+        estimate=Estimate(beta, beta, zero, one, zero, zero, zero),
+        norm=alpha,
+        least=jnp.full_like(beta, jnp.inf),
+        most=zero,
+        event=jnp.full((), Reason.RUNNING, jnp.int32),
+    )
+
+
+def step(problem: Problem, aim: Aim, s: State) -> State:
+    """Extend the bidiagonalisation by one row and one column, and move."""
+    u = trees.axpy(-s.alpha, s.u, problem.A(s.v))
+    beta = problem.rows.norm(u)
+    u = trees.scale(_inverse(beta), u)
+    v = trees.axpy(-beta, s.v, problem.adjoint(u))
+    alpha = problem.columns.norm(v)
+
+    # Three rotations: of the damping, of beta, and of what the second leaves above the diagonal.
+    c_hat, s_hat, alpha_hat = _rotation(s.alpha_bar, problem.damp)
+    cosine, sine, rho = _rotation(alpha_hat, beta)
+    theta, alpha_bar = sine * alpha, cosine * alpha
+    theta_bar = s.s_bar * rho
+    c_bar, s_bar, rho_bar = _rotation(s.c_bar * rho, theta)
+    zeta, zeta_bar = c_bar * s.zeta_bar, -s_bar * s.zeta_bar
+    estimate = _residual(s, (c_hat, s_hat), (cosine, sine), theta_bar, rho_bar, zeta)
+    norm = jnp.hypot(jnp.hypot(s.norm, alpha), jnp.hypot(beta, problem.damp))
+    least, most = jnp.minimum(s.least, s.c_bar * rho), jnp.maximum(s.most, s.c_bar * rho)
+
+    eps = jnp.finfo(norm.dtype).eps
+    dependent = rho_bar <= eps * norm
+    event = problem.decide(judge(estimate.norm, jnp.abs(zeta_bar), norm, dependent, aim))
+    good = event < Reason.INDEFINITE_PRECONDITIONER
+    # Beyond this a step only adds rounding: nothing moves, now and ever after.
+    useful = good & ~dependent & (jnp.abs(s.zeta_bar) > eps * s.norm * s.estimate.norm)
+
+    back = trees.safe_ratio(theta_bar, s.rho_bar) * trees.safe_ratio(rho, s.rho)
+    h_bar = trees.axpy(jnp.where(useful, -back, 0), s.h_bar, s.h)
+    move = trees.safe_ratio(jnp.where(useful, zeta, 0), rho_bar)
+    x = trees.axpy(move * _inverse(rho), h_bar, s.x)
+    v = trees.scale(jnp.where(useful, _inverse(alpha), 0), v)
+    h = trees.axpy(jnp.where(useful, -theta * _inverse(rho), 0), s.h, v)
+    alpha, alpha_bar, zeta_bar = (jnp.where(useful, a, 0) for a in (alpha, alpha_bar, zeta_bar))
+    estimate = jax.tree.map(functools.partial(jnp.where, useful), estimate, s.estimate)
+    return State(
+        x=x,
+        u=u,
+        v=v,
+        h=h,
+        h_bar=h_bar,
+        alpha=alpha,
+        alpha_bar=alpha_bar,
+        rho=rho,
+        rho_bar=rho_bar,
+        c_bar=c_bar,
+        s_bar=s_bar,
+        zeta=zeta,
+        zeta_bar=zeta_bar,
+        estimate=estimate,
+        norm=norm,
+        least=jnp.where(useful, least, s.least),
+        most=jnp.where(useful, most, s.most),
+        event=event,
+    )
+
+
+def judge(residual: Any, normal: Any, norm: Any, dependent: Any, aim: Aim) -> jax.Array:
+    """Return what a step has come to: the rules of the paper, in the order of the codes."""
+    outcomes = [
+        (~jnp.isfinite(residual + normal + norm), Reason.NONFINITE),
+        (residual <= aim.residual, Reason.CONVERGED),
+        ((normal <= aim.normal * norm * residual) & (aim.normal >= 0), Reason.CONVERGED),
+        (dependent & (aim.normal >= 0), Reason.STAGNATED),
+    ]
+    return jnp.select(
+        [condition for condition, _ in outcomes],
+        [jnp.full((), reason, jnp.int32) for _, reason in outcomes],
+        jnp.full((), Reason.RUNNING, jnp.int32),
+    )
+
+
+def _residual(s, damping, rotation, theta_bar, rho_bar, zeta):
+    """Return the next `Estimate`: section 5.1 of the paper."""
+    e = s.estimate
+    (c_hat, s_hat), (cosine, sine) = damping, rotation
+    acute, check = c_hat * e.beta, -s_hat * e.beta
+    beta_hat, beta = cosine * acute, -sine * acute
+    c_tilde, s_tilde, rho_tilde = _rotation(e.rho_dot, theta_bar)
+    theta, rho_dot = s_tilde * rho_bar, c_tilde * rho_bar
+    beta_dot = -s_tilde * e.beta_dot + c_tilde * beta_hat
+    tau = _quotient(s.zeta - e.theta * e.tau, rho_tilde)
+    tau_dot = _quotient(zeta - theta * tau, rho_dot)
+    damped = jnp.hypot(e.damped, check)
+    norm = jnp.hypot(damped, jnp.hypot(beta_dot - tau_dot, beta))
+    return Estimate(norm, beta, beta_dot, rho_dot, tau, theta, damped)
+
+
+def _rotation(a, b):
+    """Return cosine, sine and length of the rotation that takes (a, b) to (length, 0)."""
+    length = jnp.hypot(a, b)
+    return jnp.where(length > 0, _quotient(a, length), 1), _quotient(b, length), length
+
+
+def _quotient(a, b):
+    """Return ``a / b``, and 0 where b is 0."""
+    return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))
+
+
+def _inverse(a):
+    return trees.safe_ratio(jnp.ones_like(a), a)

@@ -1,0 +1,277 @@
+"""What a solver of least-squares problems needs around it: arguments, loop, stopping, derivative.
+
+The counterpart of `distsolve.linalg.driver` for operators that are not square: the vectors that
+they act on and the results live in two spaces. The loop runs the method until its own estimates
+meet the rules, looks at the true residuals, and if these do not meet them lets the method go on
+with a lower aim, as long as that helps.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from distsolve.linalg import arguments, derivative, driver, operators, trees
+from distsolve.linalg.info import Info, Reason
+from distsolve.linalg.krylov import cg_classic
+from distsolve.linalg.space import Space
+
+
+class Problem(NamedTuple):
+    """Minimise ``||A x - b||^2 + damp^2 ||x - x0||^2``."""
+
+    A: Any
+    adjoint: Any
+    damp: jax.Array
+    rows: Space  # of b
+    columns: Space  # of x
+
+    def decide(self, x):
+        """Return a value equal on all ranks, for one message or none."""
+        return (self.rows if self.rows.is_whole else self.columns).decide(x)
+
+
+class Aim(NamedTuple):
+    """What is to be reached, for ``||b||`` about 1; negative: nothing."""
+
+    residual: jax.Array  # of ||r||
+    normal: jax.Array  # of ||A^H r||, relative to ||A|| ||r||
+
+
+class Method(NamedTuple):
+    """A solver: ``init(problem, r, like)`` and ``step(problem, aim, state)``.
+
+    A state has the fields ``x``, ``event``, ``norm`` (of A) and ``condition``.
+    """
+
+    name: str
+    init: Any
+    step: Any
+    cost: dict[str, int]  # of a step
+
+
+class Stop(NamedTuple):
+    """When to stop, and the damping: scalars, traced."""
+
+    tol: jax.Array
+    atol: jax.Array
+    damp: jax.Array
+    maxiter: jax.Array | None
+
+
+class _Look(NamedTuple):
+    """The state, and what the last look at the true residuals has shown."""
+
+    state: Any
+    iterations: jax.Array
+    looks: jax.Array
+    margin: jax.Array  # how far below the rules the method is to aim
+    residual: jax.Array  # ||b - A x||
+    normal: jax.Array  # ||A^H r||, with the damping
+    reason: jax.Array
+
+
+class _Operators:
+    """The programs of a solve; equal ones compute the same, so that `jax.jit` knows them."""
+
+    def __init__(self, method, rows, columns, A, adjoint, traced):
+        self.method, self.rows, self.columns = method, rows, columns
+        self.A, self.adjoint = A, adjoint
+        try:
+            given = adjoint and adjoint.key(traced)
+            self.key: Any = method.name, rows, columns, A.key(traced), given
+        except operators.Incomparable:
+            self.key = object()
+
+    def __eq__(self, other):
+        return isinstance(other, _Operators) and self.key == other.key
+
+    def __hash__(self):
+        return hash(self.key)
+
+    def problem(self, A_consts, adjoint_consts, damp, like):
+        """Return the problem on these data; without data for the adjoint it is the transpose."""
+        A = functools.partial(self.A, A_consts)
+        if self.adjoint is None or adjoint_consts is None:
+            adjoint = transpose(A, like)
+        else:
+            adjoint = functools.partial(self.adjoint, adjoint_consts)
+        if self.columns.is_whole and not self.rows.is_whole:
+            # Each rank's rows give a share of A^H u.
+            return Problem(A, lambda u: self.rows.sum(adjoint(u)), damp, self.rows, self.columns)
+        return Problem(A, adjoint, damp, self.rows, self.columns)
+
+
+def transpose(A, like):
+    """Return the adjoint over ``Re <x, y>`` of a function of vectors like ``like``."""
+
+    def parts_of_product(parts):
+        return trees.real_parts(A(trees.from_real_parts(parts, like)))
+
+    def adjoint(u):
+        transposed = jax.linear_transpose(parts_of_product, trees.real_parts(like))
+        return trees.from_real_parts(transposed(trees.real_parts(u))[0], like)
+
+    return adjoint
+
+
+def drive(method, A, b, x0, *, adjoint, damp, tol, atol, maxiter, rows, columns, args):
+    """Check the arguments, solve, and return ``(x, info)``."""
+    b = arguments.as_vector(b)
+    x0 = None if x0 is None else arguments.as_vector(x0)
+    if operators.is_matrix(A):
+        A, adjoint, like = _matrix(A, b, adjoint, columns)
+    else:
+        A, like = operators.as_function(A, "A", b, rows, args), _unknowns(x0, adjoint, b)
+    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    if x0 is not None:
+        arguments.require_same(x0, like, "`x0`", "Here `b` stands for a vector that `A` acts on.")
+        start = x0
+    program, consts, out = operators.trace(A, start)
+    arguments.require_same(out, b, "`A(x)`", "`A` must map a vector like `x0` to one like `b`.")
+    adjoint_program, adjoint_consts = None, []
+    if adjoint is not None:
+        adjoint_program, adjoint_consts, out = operators.trace(adjoint, b)
+        remedy = "`adjoint` must map a vector like `b` to one like `x0`, which `b` stands for here."
+        arguments.require_same(out, like, "`adjoint(b)`", remedy)
+    dtype = trees.scalar_dtype(b)
+    stop = Stop(
+        arguments.tolerance(tol, "tol", dtype),
+        arguments.tolerance(atol, "atol", dtype),
+        arguments.tolerance(damp, "damp", dtype),
+        arguments.step_limit(maxiter),
+    )
+    values = consts, adjoint_consts, b, start, stop
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+    programs = _Operators(method, rows, columns, program, adjoint_program, traced)
+    return _solve(programs, x0 is not None, *values)
+
+
+def _matrix(A, b, adjoint, columns):
+    """Return a matrix as a function, its adjoint, and what it acts on."""
+    A = jnp.asarray(A)
+    leaf = b if isinstance(b, jax.Array) else None
+    if leaf is None or leaf.ndim != 1 or A.ndim != 2 or A.shape[0] != leaf.shape[0]:
+        found = "a pytree" if leaf is None else f"one array of shape {leaf.shape}"
+        raise ValueError(
+            "`A`: expected a function, or for one array `b` of shape (m,) a matrix of shape (m, n)"
+            f": got an array of shape {A.shape}, and `b` is {found}. Pass this rank's rows, or a "
+            "function of one vector."
+        )
+    if A.dtype != leaf.dtype:
+        raise TypeError(
+            f"`A` is a matrix of {A.dtype} and `b` is {leaf.dtype}: dtypes are not cast silently. "
+            f"Convert one of them, for example A.astype({leaf.dtype})."
+        )
+    if not columns.is_whole or adjoint is not None:
+        raise ValueError(
+            "`A` is a matrix, which knows its adjoint and acts on vectors that every rank holds: "
+            f"got columns_space={columns!r} and adjoint={adjoint!r}. Leave both out, or pass a "
+            "function."
+        )
+    multiply = functools.partial(jnp.matmul, precision=trees.HIGHEST)
+    # The rows are read as they lie: a product with the transposed matrix is slow on CPUs.
+    like = jax.ShapeDtypeStruct(A.shape[1:], A.dtype)
+    return (lambda p: multiply(A, p)), (lambda u: multiply(u.conj(), A).conj()), like
+
+
+def _unknowns(x0, adjoint, b):
+    if x0 is not None:
+        return x0
+    if adjoint is None:
+        raise ValueError(
+            "`x0` and `adjoint` are both missing: a function `A` does not say what it acts on. "
+            "Pass x0=jnp.zeros(n), or the adjoint."
+        )
+    return jax.eval_shape(adjoint, b)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _solve(programs, started, A_consts, adjoint_consts, b, x0, stop):
+    """Solve, differentiably in the consts of ``A``, in ``b``, and with damping in ``x0``."""
+
+    @jax.custom_jvp
+    def solution(A_consts, adjoint_consts, b, x0, stop):
+        problem = programs.problem(A_consts, adjoint_consts, stop.damp, x0)
+        return _run(programs.method, problem, b, x0, stop, started)
+
+    @solution.defjvp
+    def _(primals, tangents):
+        A_consts, adjoint_consts, b, x0, stop = primals
+        t_A_consts, _, t_b, t_x0, t_stop = tangents
+        x, info = solution(*primals)
+
+        # N x = A^H b + damp^2 x0, where N = A^H A + damp^2  =>  N x' = the derivative of
+        # A^H (b - A x) - damp^2 (x - x0) at fixed x, which is zero at the solution.
+        def normal_residual(A_consts, b, x0, damp):
+            problem = programs.problem(A_consts, None, damp, like=x)
+            residual = trees.subtract(b, problem.A(x))
+            return trees.axpy(-damp * damp, trees.subtract(x, x0), problem.adjoint(residual))
+
+        moved = (A_consts, b, x0, stop.damp), (t_A_consts, t_b, t_x0, t_stop.damp)
+        _, rhs = jax.jvp(normal_residual, *moved)
+        problem = programs.problem(A_consts, adjoint_consts, stop.damp, x0)
+
+        def N(v):
+            return trees.axpy(problem.damp * problem.damp, v, problem.adjoint(problem.A(v)))
+
+        def solve(rhs):
+            options = {"tol": stop.tol, "atol": 0.0, "maxiter": None, "M": None}
+            return driver.drive(cg_classic.METHOD, N, rhs, None, space=programs.columns, **options)[
+                0
+            ]
+
+        t_x = derivative.linear_solve(N, solve, solve, rhs, symmetric=True)
+        return (x, info), (t_x, jax.tree.map(derivative.no_tangent, info))
+
+    return solution(A_consts, adjoint_consts, b, x0, stop)
+
+
+def _run(method, problem, b, x0, stop, started):
+    """Run the method until the true residuals or the method say why to end."""
+    rows, columns = problem.rows, problem.columns
+    r = trees.subtract(b, problem.A(x0)) if started else b
+    limits = _open(problem, b, r, x0, stop)
+    unit = trees.power_of_two(limits.residual, b)
+    start = method.init(problem, trees.scale(1 / unit, r), x0)
+    eps = jnp.asarray(trees.epsilon(b), unit.dtype)
+    cost = method.cost["reductions"]
+
+    def go_on(look):
+        return look.reason == Reason.RUNNING
+
+    def cycle(look):
+        residual = jnp.maximum(look.margin * limits.threshold / unit, eps)
+        normal = jnp.maximum(look.margin * limits.tol, eps)
+        aim = Aim(*(jnp.where(limits.fixed, -1, level) for level in (residual, normal)))
+
+        def step(carry):
+            state, iterations = carry
+            state = method.step(problem, aim, state)
+            return state, iterations + (state.event < Reason.INDEFINITE_OPERATOR).astype(jnp.int32)
+
+        def runs(carry):
+            state, iterations = carry
+            return (state.event == Reason.RUNNING) & (iterations < limits.maxiter)
+
+        carry = look.state._replace(event=jnp.zeros_like(look.state.event)), look.iterations
+        state, iterations = jax.lax.while_loop(runs, step, carry)
+        return _look(problem, b, x0, unit, limits, look, state, iterations)
+
+    infinity = jnp.full_like(unit, jnp.inf)
+    zero = jnp.zeros((), jnp.int32)
+    first = _Look(start, zero, zero, jnp.ones_like(unit), limits.residual, infinity, limits.reason)
+    end = jax.lax.while_loop(go_on, cycle, first)
+    x = trees.axpy(unit, end.state.x, x0)
+    return x, Info(
+        converged=end.reason == Reason.CONVERGED,
+        reason=end.reason,
+        iterations=end.iterations,
+        residual_norm=end.residual,
+        rhs_norm=limits.rhs,
+        threshold=limits.threshold,
+        breakdown=jnp.zeros_like(end.residual),
+        condition_estimate=end.state.condition,
+        reductions=_messages(problem) * end.iterations,
+    )

@@ -1,0 +1,1 @@
+"""Compiled modules of the operators: no MPI in them."""

@@ -1,0 +1,304 @@
+"""Handlers for the non-blocking reduction: one starts it, the other waits for its result.
+
+Between the two the program computes, and an MPI library may do nothing until it is called again.
+So a thread of this module tests what is outstanding. It sleeps between its tests, because with as
+many ranks as cores it would take the core from the work that hides the message, and it does not
+test while another thread is in MPI, which drives the message as well.
+
+Attributes arrive sorted by name; the comment above each handler lists them in that order.
+"""
+
+from libc.stdint cimport int64_t
+from libc.stdio cimport snprintf
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from distsolve.mpi.native.abi cimport (
+    ERR_NO_MEM, IALLREDUCE, MAX_STATUS, NO_PEER, TEST, WAIT, Comm, Handle, address, check,
+    count_call, enter, icombine_t, in_use, leave, ready, serialized, test_t, wait_t,
+)
+from distsolve.mpi.native.engine cimport Job, job_of, narrow, widen
+from distsolve.mpi.native.ffi cimport (
+    Error, Frame, capsule, ffi_arg, ffi_carry, ffi_count, ffi_error, ffi_int,
+    ffi_operands, ffi_ret, fp_keep_subnormals, fp_mode, pthread_mutex_init, pthread_mutex_lock,
+    pthread_mutex_t, pthread_mutex_unlock,
+)
+
+
+cdef extern from * nogil:
+    """
+    #include <pthread.h>
+    #include <signal.h>
+    #include <sys/prctl.h>
+    #include <time.h>
+
+    #define NAP_NANOSECONDS 30000
+
+    static void nap(void) {
+      struct timespec time = {0, NAP_NANOSECONDS};
+      nanosleep(&time, NULL);
+    }
+
+    /* Linux lets a thread sleep 50 us longer than it asked for, unless told otherwise. */
+    static void sleep_precisely(void) { prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); }
+
+    /* Signals are for the threads of the program: this one starts with all of them blocked. */
+    static int start_thread(pthread_t *thread, void *(*function)(void *)) {
+      sigset_t all, before;
+      int code;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+      code = pthread_create(thread, NULL, function, NULL);
+      pthread_sigmask(SIG_SETMASK, &before, NULL);
+      return code;
+    }
+    """
+    ctypedef struct pthread_t:
+        pass
+    ctypedef struct pthread_cond_t:
+        pass
+    int pthread_cond_init(pthread_cond_t *condition, void *attributes)
+    int pthread_cond_wait(pthread_cond_t *condition, pthread_mutex_t *mutex)
+    int pthread_cond_signal(pthread_cond_t *condition)
+    int pthread_join(pthread_t thread, void **result)
+    int start_thread(pthread_t *thread, void *(*function)(void *) noexcept nogil)
+    void nap()
+    void sleep_precisely()
+
+
+# A reduction that was started and not yet waited for. Behind it in memory lie its operand and its
+# result, as they travel.
+cdef struct Request:
+    Request *next
+    int64_t number
+    const Comm *comm
+    Handle handle
+    int64_t count
+    int dtype
+    bint done
+    int code            # what MPI said when it was done
+    char *send
+    char *recv
+
+cdef Request *outstanding = NULL
+cdef int64_t n_started = 0
+cdef bint thread_runs = False
+cdef bint thread_must_end = False
+cdef pthread_t thread
+cdef pthread_cond_t work_came
+cdef pthread_mutex_t lock       # of all of the above; never held while MPI blocks
+pthread_cond_init(&work_came, NULL)
+pthread_mutex_init(&lock, NULL)
+
+
+cdef Request *make_request(const Job *job, int64_t count) noexcept nogil:
+    cdef int64_t nbytes = count * job.wire_item
+    cdef Request *request = <Request *> malloc(sizeof(Request) + 2 * nbytes)
+    if request != NULL:
+        request.comm, request.count, request.dtype = job.comm, count, job.dtype
+        request.handle = request.done = request.code = 0
+        request.send = <char *> (request + 1)
+        request.recv = request.send + nbytes
+    return request
+
+
+cdef void test(Request *request) noexcept nogil:
+    cdef char status[<int> MAX_STATUS]
+    cdef int flag = 0
+    request.code = (<test_t> address[<int> TEST])(&request.handle, &flag, status)
+    request.done = flag or request.code != 0
+
+
+cdef int complete(Request *request) noexcept nogil:
+    """Block until a request is done; no other thread may know it any more."""
+    cdef char status[<int> MAX_STATUS]
+    cdef fp_mode mode
+    if not request.done:
+        mode = enter()
+        request.code = (<wait_t> address[<int> WAIT])(&request.handle, status)
+        leave(mode)
+    return request.code
+
+
+cdef int64_t count_pending() noexcept nogil:
+    cdef Request *request = outstanding
+    cdef int64_t n = 0
+    while request != NULL:
+        n += not request.done
+        request = request.next
+    return n
+
+
+cdef void *drive(void *unused) noexcept nogil:
+    """What the thread does: test, nap, and sleep until there is something to test."""
+    cdef Request *request
+    fp_keep_subnormals()        # MPI computes here, and the mode was inherited from XLA's thread
+    sleep_precisely()
+    pthread_mutex_lock(&lock)
+    while not thread_must_end:
+        if count_pending() == 0:
+            pthread_cond_wait(&work_came, &lock)
+            continue
+        request = outstanding
+        while request != NULL and not in_use():
+            if not request.done:
+                test(request)
+            request = request.next
+        pthread_mutex_unlock(&lock)
+        nap()
+        pthread_mutex_lock(&lock)
+    pthread_mutex_unlock(&lock)
+    return NULL
+
+
+cdef void publish(Request *request) noexcept nogil:
+    """Number a request, and let the thread drive it where MPI may be called from two threads."""
+    global outstanding, n_started, thread_runs
+    pthread_mutex_lock(&lock)
+    n_started += 1
+    request.number = n_started
+    request.next = outstanding
+    outstanding = request
+    if not request.done and not serialized():
+        if not thread_runs:
+            thread_runs = start_thread(&thread, drive) == 0
+        pthread_cond_signal(&work_came)
+    pthread_mutex_unlock(&lock)
+
+
+cdef Request *take(int64_t number) noexcept nogil:
+    """Remove a request from those outstanding; NULL where it is not one of them."""
+    cdef Request **link
+    cdef Request *found
+    pthread_mutex_lock(&lock)
+    link = &outstanding
+    while link[0] != NULL and link[0].number != number:
+        link = &link[0].next
+    found = link[0]
+    if found != NULL:
+        link[0] = found.next
+    pthread_mutex_unlock(&lock)
+    return found
+
+
+cdef int64_t elements(Frame *frame, int64_t first, int64_t n) noexcept nogil:
+    cdef int64_t total = 0
+    cdef int64_t i
+    for i in range(first, first + n):
+        total += ffi_count(ffi_arg(frame, i))
+    return total
+
+
+# comm, count, op; `count` operands are the message, the others pass through
+cdef Error *iallreduce(Frame *frame) noexcept nogil:
+    cdef Comm *comm
+    cdef Error *error
+    if not ready(frame, IALLREDUCE, 0, &comm, &error):
+        return error
+    cdef int64_t n = ffi_int(frame, 1)
+    cdef Job job = job_of(frame, IALLREDUCE, comm, ffi_arg(frame, 0), ffi_int(frame, 2), 0, 0)
+    cdef Request *request = make_request(&job, elements(frame, 0, n))
+    cdef fp_mode mode
+    cdef char *wire
+    cdef int64_t i, count
+    cdef int code
+    if request == NULL:
+        return check(frame, IALLREDUCE, ERR_NO_MEM, comm, 0, NO_PEER)
+    wire = request.send
+    for i in range(ffi_operands(frame)):
+        if i < n:
+            count = ffi_count(ffi_arg(frame, i))
+            widen(&job, <char *> ffi_arg(frame, i).data, wire, count)
+            wire += count * job.wire_item
+        ffi_carry(ffi_ret(frame, i + 1), ffi_arg(frame, i))
+    mode = enter()
+    count_call(IALLREDUCE)
+    code = (<icombine_t> address[<int> IALLREDUCE])(
+        request.send, request.recv, <int> request.count, job.wire_type, job.wire_op, comm.handle,
+        &request.handle)
+    if code == 0:
+        test(request)
+    leave(mode)
+    error = check(frame, IALLREDUCE, code, comm, request.count, NO_PEER)
+    if error != NULL:
+        free(request)
+        return error
+    publish(request)
+    memcpy(ffi_ret(frame, 0).data, &request.number, sizeof(int64_t))
+    return NULL
+
+
+# comm, count; the operands are the request's number, `count` templates, and what passes through
+cdef Error *wait(Frame *frame) noexcept nogil:
+    cdef Comm *comm
+    cdef Error *error
+    if not ready(frame, WAIT, 0, &comm, &error):
+        return error
+    cdef int64_t n = ffi_int(frame, 1)
+    cdef int64_t wanted = elements(frame, 1, n)
+    cdef char text[200]
+    cdef Job job = job_of(frame, IALLREDUCE, comm, ffi_arg(frame, 1), 0, 0, 0)
+    cdef Request *request
+    cdef char *wire
+    cdef int64_t number, i, count
+    memcpy(&number, ffi_arg(frame, 0).data, sizeof(int64_t))
+    request = take(number)
+    if request == NULL:
+        snprintf(text, sizeof(text), "MPI_Wait: request %lld is not outstanding on rank %d: wait "
+                 "for each request once.", <long long> number, comm.rank)
+        return ffi_error(frame, text)
+    error = check(frame, WAIT, complete(request), comm, request.count, NO_PEER)
+    if error == NULL and (request.count != wanted or request.dtype != job.dtype):
+        snprintf(text, sizeof(text), "MPI_Wait: request %lld is for %lld elements, its template "
+                 "has %lld, or another dtype: pass on the request that iallreduce returned.",
+                 <long long> number, <long long> request.count, <long long> wanted)
+        error = ffi_error(frame, text)
+    wire = request.recv
+    for i in range(1, ffi_operands(frame)):
+        if error != NULL:
+            break
+        if i <= n:
+            count = ffi_count(ffi_ret(frame, i - 1))
+            narrow(&job, wire, <char *> ffi_ret(frame, i - 1).data, count)
+            wire += count * job.wire_item
+        else:
+            ffi_carry(ffi_ret(frame, i - 1), ffi_arg(frame, i))
+    free(request)
+    return error
+
+
+def pending():
+    """The number of requests that were started and are not done yet, as far as is known."""
+    cdef int64_t n
+    with nogil:
+        pthread_mutex_lock(&lock)
+        n = count_pending()
+        pthread_mutex_unlock(&lock)
+    return n
+
+
+def finish():
+    """End the thread, then complete the requests that nobody waited for: before MPI goes away."""
+    global outstanding, thread_runs, thread_must_end
+    cdef Request *request
+    cdef int code = 0
+    with nogil:
+        if thread_runs:
+            pthread_mutex_lock(&lock)
+            thread_must_end = True
+            pthread_cond_signal(&work_came)
+            pthread_mutex_unlock(&lock)
+            pthread_join(thread, NULL)
+            thread_runs = thread_must_end = False
+        while outstanding != NULL:
+            request = take(outstanding.number)
+            code = complete(request) or code
+            free(request)
+    if code != 0:
+        raise RuntimeError(f"An MPI_Iallreduce that was not waited for failed with code {code}.")
+
+
+HANDLERS = {
+    "iallreduce": capsule(iallreduce),
+    "wait": capsule(wait),
+}

@@ -1,0 +1,278 @@
+"""Statistics of samples that are spread over ranks, against NumPy on all of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from spmd import agree, assert_allclose, assert_equal, ranks
+
+import distsolve
+from distsolve import MeshAxis, Replicated, Sharded, check_replicated, mpi
+from distsolve.linalg import moments
+
+COUNTS = [3, 0, 4]  # samples of each rank
+
+
+def sent(function, *args):
+    """Run a function, and return its result and the number of MPI calls that it made here."""
+    before = sum(mpi.call_count().values())
+    result = jax.block_until_ready(function(*args))
+    return result, sum(mpi.call_count().values()) - before
+
+
+def samples(make):
+    """Return this rank's part of the samples that ``make(random, N)`` draws, and all of them."""
+    counts = COUNTS[: ranks().size]
+    everything = make(np.random.default_rng(3), sum(counts))
+    start = sum(counts[: ranks().rank])
+    part = jax.tree.map(lambda v: jnp.asarray(v[start : start + counts[ranks().rank]]), everything)
+    return part, everything
+
+
+@functools.cache
+def mixed():
+    """A tree of every kind of sample: one program of each statistic serves many tests."""
+
+    def make(random, n):
+        return {
+            "far": 1e8 + 1e-3 * random.standard_normal((n, 2)),
+            "complex": random.standard_normal(n) + 1j * (1e5 + random.standard_normal(n)),
+            "single": (1e4 + random.standard_normal((n, 1, 2))).astype(np.float32),
+            "half": random.standard_normal(n).astype(jnp.bfloat16),
+            "integer": random.integers(-5, 5, (n, 2)),
+        }
+
+    return samples(make)
+
+
+def wide(leaf):
+    """Return samples with all the digits that NumPy has."""
+    return leaf.astype(np.clongdouble if np.iscomplexobj(leaf) else np.longdouble)
+
+
+def close(found, wanted, like, rtol=None):
+    """Compare with tolerances that fit the dtype, relative to the largest entry."""
+    for name, want in wanted.items():
+        real = like[name].real.dtype
+        eps = 1e-3 if name == "half" else 1e-5 if real == np.float32 else rtol or 1e-12
+        want = np.asarray(want).astype(np.complex128 if np.iscomplexobj(want) else np.float64)
+        assert_allclose(found[name], want, rtol=0, atol=eps * np.max(np.abs(want)), message=name)
+
+
+def several():
+    return int(ranks().size > 1)
+
+
+def test_mean_of_all_samples_is_one_message():
+    x, every = mixed()
+    found, messages = sent(jax.jit(distsolve.mean), x)
+    close(found, {k: wide(v).mean(0) for k, v in every.items()}, every)
+    agree(messages == several(), f"{messages} messages")
+    dtypes = {k: v.dtype if k != "integer" else jnp.float64 for k, v in x.items()}
+    agree({k: v.dtype for k, v in found.items()} == dtypes, "dtypes")
+
+
+def variance(leaf, ddof):
+    leaf = wide(leaf)
+    return np.sum(np.abs(leaf - leaf.mean(0)) ** 2, 0) / (len(leaf) - ddof)
+
+
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "in two sums"])
+def test_variance_does_not_cancel(gathered, monkeypatch):
+    if not gathered:
+        monkeypatch.setattr(moments, "GATHERED_BYTES", 0)
+    x, every = mixed()
+    found, messages = sent(jax.jit(functools.partial(distsolve.var, ddof=1)), x)
+    # 1e-8 is what the samples themselves leave of a spread of 1e-3 about 1e8.
+    close(found, {k: variance(v, 1) for k, v in every.items()}, every, rtol=1e-8)
+    agree(messages == several() * (1 if gathered else 2), f"{messages} messages")
+    dtypes = {k: v.real.dtype if k != "integer" else jnp.float64 for k, v in x.items()}
+    agree({k: v.dtype for k, v in found.items()} == dtypes, "dtypes")
+
+
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "in two sums"])
+def test_covariance_of_one_and_of_two_arrays(gathered, monkeypatch):
+    if not gathered:
+        monkeypatch.setattr(moments, "GATHERED_BYTES", 0)
+    (x, y), (all_x, all_y) = samples(
+        lambda random, n: (
+            1e6 + random.standard_normal((n, 3)) + 1j * random.standard_normal((n, 3)),
+            random.standard_normal((n, 2, 2)),
+        )
+    )
+    found, messages = sent(jax.jit(functools.partial(distsolve.covariance, ddof=1)), x)
+    assert_allclose(found, np.cov(all_x.T), rtol=1e-9)
+    agree(messages == several() * (1 if gathered else 2), f"{messages} messages")
+    assert_allclose(found, found.conj().T)
+    centred = all_x - all_x.mean(0), all_y - all_y.mean(0)
+    want = np.einsum("ki,kjl->ijl", *centred) / len(all_x)
+    assert_allclose(distsolve.covariance(x, y), want, rtol=1e-9)
+
+
+def test_weighted_mean_with_a_rank_without_weight():
+    x, every = mixed()
+    all_weights = np.arange(len(every["half"])) * (np.arange(len(every["half"])) >= COUNTS[0])
+    all_weights[1] = several() == 0  # one rank alone must have some
+    start = sum(COUNTS[: ranks().rank])
+    weights = jnp.asarray(all_weights[start : start + COUNTS[ranks().rank]])
+    if not all_weights.any():  # two ranks, of which the second has no samples
+        weights, all_weights = weights + ranks().rank + 1, all_weights + 1
+    found, messages = sent(distsolve.weighted_mean, x, weights)
+    want = {k: np.average(wide(v), axis=0, weights=all_weights) for k, v in every.items()}
+    close(found, want, every)
+    agree(messages == several(), f"{messages} messages")
+
+
+def test_unequal_numbers_of_samples():
+    size = ranks().size
+    if ranks().rank == 0:
+        x = jnp.asarray([1, 2, 3])
+    else:
+        x = jnp.full(int(ranks().rank == 1), 10)
+    assert_equal(distsolve.mean(x), jnp.asarray(4.0 if size > 1 else 2.0))
+    assert_allclose(distsolve.var(x), 12.5 if size > 1 else 2 / 3, rtol=1e-15)
+
+
+def test_no_samples_at_all_have_no_statistics():
+    nothing = jnp.zeros((0, 2))
+    for found in (distsolve.mean(nothing), distsolve.var(nothing)):
+        assert_equal(found, jnp.full(2, jnp.nan))
+    assert_equal(distsolve.covariance(nothing), jnp.full((2, 2), jnp.nan))
+    assert_equal(distsolve.weighted_mean(jnp.ones(2), jnp.zeros(2)), jnp.asarray(jnp.nan))
+    one = jnp.ones(int(ranks().rank == 0))
+    assert_equal(distsolve.var(one, ddof=1), jnp.asarray(jnp.nan))
+    assert_equal(distsolve.var(one), jnp.asarray(0.0))
+
+
+def test_copies_of_samples_have_the_statistics_of_one():
+    x = jnp.asarray([1.0, 5.0, 9.0])
+    for statistic in (distsolve.mean, distsolve.var, distsolve.covariance):
+        found, messages = sent(lambda s=statistic: s(x, space=Replicated()))
+        assert_allclose(statistic(x), found, rtol=1e-15)
+        agree(messages == 0, f"{messages} messages")
+
+
+def test_derivatives_are_those_of_the_whole_sample():
+    x, every = samples(lambda random, n: random.standard_normal(n))
+    start = sum(COUNTS[: ranks().rank])
+    for statistic, want in (
+        (distsolve.mean, np.full(len(every), 1 / len(every))),
+        (distsolve.var, 2 * (every - every.mean()) / len(every)),
+    ):
+        found = jax.jit(jax.grad(lambda x, s=statistic: s(x)))(x)
+        assert_allclose(found, want[start : start + len(x)], rtol=1e-12, atol=1e-15)
+
+
+def test_a_parameter_that_all_samples_share():
+    x, every = samples(lambda random, n: random.standard_normal(n))
+
+    def energy(a, x):
+        return distsolve.mean(jnp.exp(mpi.pvary(a) * x) + a * a / ranks().size)
+
+    def on_all(a):
+        return np.mean(np.exp(a * every))
+
+    step, a = 1e-6, 0.3
+    wanted = (on_all(a + step) - on_all(a - step)) / (2 * step)
+    found = jax.jit(jax.grad(lambda a, x: distsolve.mean(jnp.exp(mpi.pvary(a) * x))))(a, x)
+    assert_allclose(found, wanted, rtol=1e-8)
+
+
+def test_inner_products_are_whole_and_conjugate_the_first():
+    x = {"c": jnp.asarray([1 + 2j, 3.0]), "r": jnp.asarray([2.0])}
+    y = {"c": jnp.asarray([1j, 1.0]), "r": jnp.asarray([5.0])}
+    want = np.vdot(x["c"], y["c"]) + 10
+    assert_equal(distsolve.vdot(x, y), jnp.asarray(want))
+    found, messages = sent(distsolve.vdot, x, y, Sharded())
+    assert_allclose(found, want * ranks().size, rtol=1e-15)
+    agree(messages == several(), f"{messages} messages")
+    half = jnp.ones(4096, jnp.float16)
+    assert_equal(distsolve.vdot(half, half), jnp.asarray(4096, jnp.float32))
+    norm, messages = sent(distsolve.norm, {"a": jnp.asarray([3e200, 4e200j])}, Sharded())
+    assert_allclose(norm, 5e200 * np.sqrt(ranks().size), rtol=1e-15)
+    agree(messages == several(), f"{messages} messages")
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: distsolve.mean({}), "`x` must have at least one array"),
+        (lambda: distsolve.mean({"a": jnp.ones(2), "b": 1.0}), r"`x` at \['b'\] must have samples"),
+        (
+            lambda: distsolve.mean([jnp.ones(2), "text"]),
+            r"`x` at \[1\] must be an array of numbers",
+        ),
+        (lambda: distsolve.var(jnp.ones(2), ddof=1j), "`ddof` must be one real number"),
+        (
+            lambda: distsolve.vdot(jnp.ones(2), jnp.ones(3)),
+            r"expected float64\[2\], got float64\[3\]",
+        ),
+        (lambda: distsolve.vdot({"a": jnp.ones(2)}, [jnp.ones(2)]), "must have the structure"),
+        (lambda: distsolve.norm({"n": jnp.arange(2)}), r"`x` at \['n'\] must be real or complex"),
+        (lambda: distsolve.covariance({"a": jnp.ones(2)}), "`x` must be one array"),
+        (lambda: distsolve.covariance(jnp.ones(2), jnp.ones(3)), "expected 2 on the leading axis"),
+        (lambda: distsolve.weighted_mean(jnp.ones(2), jnp.ones(3)), r"expected shape \(2,\)"),
+        (lambda: distsolve.weighted_mean(jnp.ones(2), jnp.full(2, 1j)), "must be one real array"),
+        (lambda: check_replicated(1.0, Sharded()), "must be Replicated"),
+        (lambda: jax.jit(check_replicated)(1.0), "call it outside jit"),
+    ],
+)
+def test_wrong_arguments(call, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        call()
+
+
+def different(change):
+    """Return a tree that is the same on all ranks, but for a change on the last one."""
+    tree = {
+        "w": jnp.asarray([1.0, np.nan, -0.0]),
+        "z": jnp.asarray([1j], jnp.complex64),
+        "h": jnp.ones(2, jnp.bfloat16),
+        "key": jax.random.key(5),
+        "step": 3,
+    }
+    return change(tree) if ranks().rank == ranks().size - 1 else tree
+
+
+def test_equal_copies_pass():
+    other_nan = jnp.asarray(np.array([0x7FF8000000000123], np.uint64).view(np.float64))
+    check_replicated(different(lambda tree: tree | {"w": tree["w"].at[1].set(other_nan[0])}))
+    check_replicated({})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda t: t | {"w": t["w"] + 1e-9, "h": t["h"] * 3},
+            r"`tree`\['h'\] differs from rank 0's by up to 2 on rank {last}; "
+            r"`tree`\['w'\] differs from rank 0's by up to 1e-09 on rank {last}",
+        ),
+        (lambda t: t | {"w": jnp.abs(t["w"])}, r"\['w'\] differs from rank 0's by up to 0 on"),
+        (lambda t: t | {"step": 4}, r"`tree`\['step'\] differs from rank 0's by up to 1 on rank"),
+        (lambda t: t | {"key": jax.random.key(6)}, r"`tree`\['key'\] differs from rank 0's"),
+        (
+            lambda t: t | {"w": jnp.ones(4)},
+            r"`tree`\['w'\] is float64\[3\] on rank 0, and `tree`\['w'\] is float64\[4\] on rank",
+        ),
+        (lambda t: t | {"z": t["z"].real}, r"complex64\[1\] on rank 0, and .*float32\[1\] on"),
+        (
+            lambda t: {"a": 1.0, **t},
+            r"`tree`\['h'\] is .* on rank 0, and `tree`\['a'\] is float on",
+        ),
+        (lambda t: [t], "`tree` differs between ranks"),
+    ],
+)
+def test_copies_that_differ_raise_on_all_ranks(change, text):
+    if ranks().size == 1:
+        return check_replicated(different(change))
+    with pytest.raises(ValueError, match=text.format(last=ranks().size - 1)):
+        check_replicated(different(change))
+
+
+def test_only_the_ranks_of_the_space_are_compared():
+    halves = ranks().communicators["halves"]
+    check_replicated(jnp.asarray(ranks().rank % 2), Replicated(halves))

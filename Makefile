@@ -16,7 +16,7 @@ NEWEST_PYTHON ?= $(shell $(PYTHON) .ci/newest_python.py)
 comma := ,
 MPI4JAX := mpi4jax==0.9.1.post2
 
-NATIVE := $(wildcard distsolve/mpi/native/*.pyx distsolve/mpi/native/*.pxd distsolve/mpi/native/*.h)
+NATIVE := $(foreach kind,pyx pxd h,$(wildcard distsolve/*/native/*.$(kind)))
 BUILD_INPUTS := pyproject.toml setup.py $(NATIVE)
 # Twice quiet: errors only.
 PIP := -m pip install -qq --disable-pip-version-check
@@ -62,7 +62,7 @@ lint: .venv/.ready
 	export PATH="$$PWD/.venv/bin:$$PATH"
 	ruff format --check .
 	ruff check .
-	$(if $(NATIVE),cython-lint distsolve/mpi/native)
+	$(if $(NATIVE),cython-lint distsolve/mpi/native distsolve/linalg/native)
 	mypy
 	codespell
 
@@ -79,7 +79,7 @@ docs: .venv-docs/.ready
 
 clean:
 	rm -rf .venv .venv-newest .venv-openmpi .venv-bench .venv-docs build dist *.egg-info
-	rm -f distsolve/mpi/native/*.c distsolve/mpi/native/*.so
+	rm -f distsolve/*/native/*.c distsolve/*/native/*.so
 
 # An editable install with the environment's own jaxlib headers: the sources are what is tested.
 # Arguments: the environment, its Python, further requirements, extras.

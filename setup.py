@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-# Each is an include folder, too: the handlers of all of them read the call frame through mpi's ffi.h.
+# Include folders, too: all handlers read XLA's call frame through the ffi.h of the first.
 NATIVE = [Path("distsolve/mpi/native"), Path("distsolve/linalg/native")]
 
 DIRECTIVES = {

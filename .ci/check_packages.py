@@ -24,9 +24,9 @@ def files_of(archive: Path) -> dict[str, bytes]:
 def faults(archive: Path, paths: list[str]) -> list[str]:
     """Return what is wrong with an archive, one sentence each."""
     files = files_of(archive)
-    native = [name for name in files if "/mpi/native/" in name]
+    native = [name for name in files if "/native/" in name]
     modules = {Path(name).name.partition(".")[0] for name in native if name.endswith(".so")}
-    sources = sorted(Path("distsolve/mpi/native").glob("*.pyx"))
+    sources = sorted(Path("distsolve").glob("*/native/*.pyx"))
     found = [f"holds generated C: {name}" for name in native if name.endswith(".c")]
     if archive.suffix == ".whl":
         found += [f"lacks the module {path.stem}" for path in sources if path.stem not in modules]

@@ -23,6 +23,7 @@ from distsolve import mpi
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+REFERENCE = ("primitives.md", "spaces.md", "solver.md")
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
 BLOCK = re.compile(r"^(?:<!-- (.+?) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
@@ -58,9 +59,9 @@ def test_every_public_name_is_documented(module, name):
     public = getattr(distsolve if module == "distsolve" else mpi, name)
     summary = (inspect.getdoc(public) or "").partition("\n")[0]
     agree(summary.endswith("."), f"summary of {module}.{name}: {summary!r}")
-    pages = [(ROOT / "docs" / page).read_text() for page in ("primitives.md", "solver.md")]
+    pages = [(ROOT / "docs" / page).read_text() for page in REFERENCE]
     mention = re.compile(rf"`(?:[\w.]+\.)?{name}\b")
-    agree(any(map(mention.search, pages)), f"{name} is in neither primitives.md nor solver.md")
+    agree(any(map(mention.search, pages)), f"{name} is in none of {REFERENCE}")
 
 
 @pytest.mark.once

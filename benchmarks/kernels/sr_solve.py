@@ -109,6 +109,9 @@ def main():
 
     seconds = slowest(run)
     check(host_J, host_b, result[0])
+    if 0 < traffic.collectives < options.iterations:
+        print(f"{traffic.collectives} collectives: the solver stopped early", flush=True)
+        COMM.Abort(2)
     report(seconds=seconds / options.iterations, collectives=traffic.collectives)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from distsolve import linalg, mpi
 from distsolve.commands.matrix_market import read_system
 from distsolve.commands.together import InputError, agreed, agreed_on_rank_0
 
-METHODS = {
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "cg": (linalg.cg, {"method": "classic"}),
     "single_reduction": (linalg.cg, {"method": "single_reduction"}),
     "pipelined": (linalg.cg, {"method": "pipelined"}),
@@ -26,6 +27,15 @@ PRECONDITIONERS = ("none", "jacobi", "block_jacobi")
 DTYPES = ("float32", "float64", "complex64", "complex128")
 BLOCK = 32  # rows of a block of block_jacobi
 MOST_HISTORY = 1_000_000  # residual norms kept for a plot
+
+FEW_RANKS = 16  # whose rows are listed one by one
+# What to change on the command line, by the name of the reason.
+ADVICE = {
+    "maxiter": "raise --maxiter, loosen --tol, or use another --preconditioner",
+    "stagnated": "loosen --tol, or use a wider --dtype",
+    "indefinite_operator": "--method minres or gmres takes such a matrix",
+    "indefinite_preconditioner": "--preconditioner none, or --method gmres",
+}
 
 
 class Outcome(NamedTuple):
@@ -110,13 +120,11 @@ def run(options: argparse.Namespace) -> int:
     M = agreed(_preconditioner, options, A)
     outcome = solve(options, A, b, M)
     x = np.asarray(mpi.gatherv(outcome.x, A.counts))
-    if system:
-        if options.output:
-            scipy.io.mmwrite(options.output, x[:, None])
-        if options.plot:
-            plot(options, outcome.info)
-        if not options.quiet:
-            print(report(options, system, A, x, outcome))
+    agreed_on_rank_0(_write, options, x, outcome.info)
+    if system and not options.quiet:
+        print(report(options, system, A, x, outcome))
+    elif system and not outcome.info.converged:
+        print(f"{options.file}: {outcome.info.message}", file=sys.stderr)
     return 0 if outcome.info.converged else 1
 
 
@@ -132,6 +140,16 @@ def _check_targets(options):
         )
 
 
+def _write(options, x, info):
+    try:
+        if options.output:
+            scipy.io.mmwrite(options.output, x[:, None])
+        if options.plot:
+            plot(options, info)
+    except OSError as error:
+        raise InputError(f"the results cannot be written: {error}.") from error
+
+
 def _preconditioner(options, A):
     try:
         if options.preconditioner == "jacobi":
@@ -140,8 +158,8 @@ def _preconditioner(options, A):
             return linalg.block_jacobi(A.local_block(), options.block_size)
     except ValueError as error:
         raise InputError(
-            f"{options.file}: --preconditioner {options.preconditioner} cannot be used for rows "
-            f"{A.rows.start + 1} to {A.rows.stop}: {error}"
+            f"{options.file}: --preconditioner {options.preconditioner} cannot be used on rank "
+            f"{mpi.rank()}, rows {A.rows.start + 1} to {A.rows.stop} of the matrix: {error}"
         ) from error
     return None
 
@@ -220,9 +238,10 @@ def report(
         "matrix": f"{options.file}, {n} x {n}, {system.matrix.nnz} entries, {A.dtype}",
         "note": system.note,
         "right-hand side": options.rhs or "A @ ones, so that the solution is 1 everywhere",
-        "rows": ", ".join(map(str, A.counts)) + f" on {len(A.counts)} rank(s)",
+        "rows per rank": _counts(A.counts),
         "method": method,
         "result": info.message,
+        "advice": ADVICE.get(info.reason_name, ""),
         "iterations": steps,
         "true residual": f"{float(info.residual_norm):.6g}, relative {relative:.3g}",
         "error": "" if options.rhs else f"{np.abs(x - 1).max():.3g} at most",
@@ -233,6 +252,12 @@ def report(
         "plot": options.plot,
     }
     return "\n".join(f"{name:16} {text}" for name, text in lines.items() if text not in ("", None))
+
+
+def _counts(counts):
+    if len(counts) <= FEW_RANKS:
+        return ", ".join(map(str, counts))
+    return f"{min(counts)} to {max(counts)} on {len(counts)} ranks"
 
 
 def _condition(info):

@@ -5,6 +5,9 @@ from distsolve.linalg.gram_on_the_fly import GramOnTheFly
 from distsolve.linalg.info import Info, Reason, SolveError
 from distsolve.linalg.jacobian import center, jacobian
 from distsolve.linalg.krylov.cg import cg
+from distsolve.linalg.krylov.gmres import gmres
+from distsolve.linalg.krylov.lsmr import lsmr
+from distsolve.linalg.krylov.minres import minres
 from distsolve.linalg.nystrom import Nystrom, nystrom
 from distsolve.linalg.preconditioners import block_jacobi, jacobi
 from distsolve.linalg.reductions import covariance, mean, norm, var, vdot, weighted_mean
@@ -28,9 +31,12 @@ __all__ = [
     "cg",
     "check_replicated",
     "covariance",
+    "gmres",
     "jacobi",
     "jacobian",
+    "lsmr",
     "mean",
+    "minres",
     "norm",
     "nystrom",
     "var",

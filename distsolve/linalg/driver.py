@@ -69,6 +69,7 @@ class Method(NamedTuple):
     answer: Any = lambda M, state: state.x
     symmetric: bool = True  # whether A is, and so is its own adjoint
     restart: int | None = None  # steps after which the driver begins a new cycle
+    run: Any = None  # a loop of its own, for one kind of operator that it takes as it is
 
 
 class Aim(NamedTuple):
@@ -118,6 +119,12 @@ def drive(
     if operators.is_matrix(A) and getattr(b, "ndim", 0) == 2:
         columns = functools.partial(drive, method, A, args=args, **options)
         return jax.vmap(columns, in_axes=(1, None if x0 is None else 1), out_axes=(1, 0))(b, x0)
+    wanted = Watch(arguments.history(history), bool(progress), arguments.callback(callback))
+    A_program, A_consts = _trace("A", A, b, space, args)
+    M_program, M_consts = (None, []) if M is None else _trace("M", M, b, space)
+    if method.run is not None:
+        A_program, A_consts = operators.hold(A)
+        space = A.rows  # over whose ranks the products are
     dtype = trees.scalar_dtype(b)
     stop = Stop(
         arguments.tolerance(tol, "tol", dtype),
@@ -125,9 +132,6 @@ def drive(
         arguments.step_limit(maxiter),
         space.rank_zero(),
     )
-    wanted = Watch(arguments.history(history), bool(progress), arguments.callback(callback))
-    A_program, A_consts = _trace("A", A, b, space, args)
-    M_program, M_consts = (None, []) if M is None else _trace("M", M, b, space)
     values = A_consts, M_consts, b, x0, stop
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
     return _compiled(method, space, wanted, A_program, M_program, traced)(*values)
@@ -147,10 +151,18 @@ _PROGRAMS_KEPT = 32
 
 def _compiled(method, space, wanted, A, M, traced):
     """Return the jitted solve, the same one for programs that are equal."""
-    run = functools.partial(_run, method, space, wanted)
+    run = functools.partial(method.run or functools.partial(_run, method), space, wanted)
     solve = jax.jit(functools.partial(derivative.solve, run, method.symmetric, A, M))
     try:
-        key = method.name, method.restart, space, wanted, A.key(traced), M and M.key(traced)
+        key = (
+            method.name,
+            method.run,
+            method.restart,
+            space,
+            wanted,
+            A.key(traced),
+            M and M.key(traced),
+        )
     except operators.Incomparable:
         return solve
     with _programs_lock:

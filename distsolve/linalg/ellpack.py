@@ -53,19 +53,22 @@ def pack(matrix, columns):
             width = -(-width // UNROLL) * UNROLL
         filled = np.arange(width) < length[:, None]
         source = (first[:, None] + np.arange(width))[filled]
+        # What fills up is 0 times the row's own entry: NaN elsewhere in the vector stays there.
+        own = np.broadcast_to(members[:, None].astype(np.int32), filled.shape)
         rectangles = []
-        for entries in (matrix.data, columns.astype(np.int32)):
-            rectangle = np.zeros(filled.shape, entries.dtype)
+        for empty, entries in ((np.zeros_like(own, matrix.dtype), matrix.data), (own, columns)):
+            rectangle = empty.copy()
             rectangle[filled] = entries[source]
             if len(members) >= width:
                 shape = (max(width // UNROLL, 1), min(width, UNROLL), len(members))
                 rectangle = rectangle.T.reshape(shape)
             rectangles.append(jnp.asarray(rectangle))
         packed.append((*rectangles, jnp.asarray(members.astype(np.int32))))
+    values, columns, members = zip(*packed, strict=True)
     order = None
     if len(groups) > 1:
         order = jnp.asarray(np.argsort(np.concatenate(groups)).astype(np.int32))
-    return *zip(*packed, strict=True), order
+    return values, columns, members, order
 
 
 def _groups(lengths):
@@ -75,11 +78,12 @@ def _groups(lengths):
     with a row that is shorter by this factor at least, so there are few groups whatever the matrix.
     """
     order = np.argsort(-lengths, kind="stable")
-    ordered, first, groups = lengths[order].astype(np.int64), 0, []
+    ordered, first = lengths[order].astype(np.int64), 0
+    groups: list[np.ndarray] = []
     while first < len(ordered) or not groups:
         held = np.cumsum(ordered[first:])
         padded = ordered[first : first + 1] * np.arange(1, len(held) + 1)
-        count = np.count_nonzero(padded <= PADDING * held)
+        count = int(np.count_nonzero(padded <= PADDING * held))
         groups.append(np.sort(order[first : first + count]))
         first += count
     return groups

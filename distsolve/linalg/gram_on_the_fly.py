@@ -28,7 +28,7 @@ from distsolve.linalg.jacobian import (
     unravel,
 )
 from distsolve.linalg.space import Sharded, Space
-from distsolve.linalg.trees import HIGHEST
+from distsolve.linalg.trees import HIGHEST, vary_like
 
 
 @jax.tree_util.register_pytree_node_class
@@ -151,11 +151,12 @@ class GramOnTheFly(SRMatrix):
             y = jax.vmap(self.log_psi, in_axes=(None, 0))(params, x)
             return jnp.stack([y.real, y.imag] if self.mode == "complex" else [y])
 
-        out, forward = jax.linearize(values, self.params)
-        backward = jax.linear_transpose(forward, self.params)
+        own = vary_like(self.params, x)  # as for `jacobian`
+        out, forward = jax.linearize(values, own)
+        backward = jax.linear_transpose(forward, own)
         return (
-            lambda v: forward(unravel(v, self.params)).astype(v.dtype),
-            lambda W: ravel(backward(W.astype(out.dtype))[0]),
+            lambda v: forward(unravel(vary_like(v, x), own)).astype(v.dtype),
+            lambda W: ravel(backward(vary_like(W, x).astype(out.dtype))[0]),
         )
 
     def _mean(self):

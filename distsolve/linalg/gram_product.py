@@ -19,8 +19,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from distsolve.linalg.native import gram as _native
+from distsolve.linalg.trees import HIGHEST, vary_like
 
-HIGHEST = jax.lax.Precision.HIGHEST
 DTYPES = ("float32", "float64", "complex64", "complex128")
 
 
@@ -45,7 +45,7 @@ def gram_product(J, V, tail, weights=None):
     """
     if weights is None:
         weights = jnp.zeros(0, tail.dtype)
-    return gram_product_p.bind(J, V, weights, tail)
+    return vary_like(gram_product_p.bind(J, V, weights, tail), (J, V, weights, tail))
 
 
 def unpack(packed, k, P, dtype):

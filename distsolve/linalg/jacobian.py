@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distsolve.linalg.space import Sharded, Space
-from distsolve.linalg.trees import HIGHEST
+from distsolve.linalg.trees import HIGHEST, vary_like
 
 MODES = ("real", "complex", "holomorphic")
 
@@ -162,11 +162,14 @@ def row_function(log_psi, params, mode):
     """Return the function of one sample that gives its row of J."""
 
     def row(x):
+        # Per-device parameters inside shard_map: the derivative with respect to shared ones would
+        # be summed over the devices.
+        own = vary_like(params, x)
         if mode == "holomorphic":
-            return ravel(jax.grad(log_psi, holomorphic=True)(params, x))
+            return ravel(jax.grad(log_psi, holomorphic=True)(own, x))
         if mode == "real":
-            return ravel(jax.grad(log_psi)(params, x))
-        (y, _), pull = jax.vjp(functools.partial(real_and_imag, log_psi, x=x), params)
+            return ravel(jax.grad(log_psi)(own, x))
+        (y, _), pull = jax.vjp(functools.partial(real_and_imag, log_psi, x=x), own)
         zero, one = jnp.zeros_like(y), jnp.ones_like(y)
         (re,), (im,) = pull((one, zero)), pull((zero, one))
         return jax.lax.complex(ravel(re), ravel(im))
@@ -221,13 +224,15 @@ def fold(function, carry, samples, chunk_size):
     size = n if chunk_size is None else min(chunk_size, n)
 
     def one(i, carry):
+        i = i.astype(jnp.int32)
         at = jnp.minimum(i * size, n - size)
         x = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, at, size), samples)
         return function(carry, x, at, at + jnp.arange(size, dtype=jnp.int32) >= i * size)
 
     if size == n:
         return function(carry, samples, jnp.zeros((), jnp.int32), jnp.ones(n, bool))
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-n // size)), one, carry)
+    carry = vary_like(carry, samples)
+    return jax.lax.fori_loop(0, -(-n // size), one, carry)
 
 
 def check_mode(log_psi, params, samples, mode):

@@ -58,6 +58,7 @@ class Stop(NamedTuple):
     atol: jax.Array
     damp: jax.Array
     maxiter: jax.Array | None
+    here: jax.Array  # whether this is rank 0
 
 
 class _Look(NamedTuple):
@@ -141,6 +142,7 @@ def drive(method, A, b, x0, *, adjoint, damp, tol, atol, maxiter, rows, columns,
         arguments.tolerance(atol, "atol", dtype),
         arguments.tolerance(damp, "damp", dtype),
         arguments.step_limit(maxiter),
+        rows.rank_zero(),
     )
     values = consts, adjoint_consts, b, start, stop
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
@@ -230,48 +232,126 @@ def _solve(programs, started, A_consts, adjoint_consts, b, x0, stop):
 
 def _run(method, problem, b, x0, stop, started):
     """Run the method until the true residuals or the method say why to end."""
-    rows, columns = problem.rows, problem.columns
     r = trees.subtract(b, problem.A(x0)) if started else b
     limits = _open(problem, b, r, x0, stop)
+    problem = problem._replace(damp=limits.damp)
     unit = trees.power_of_two(limits.residual, b)
-    start = method.init(problem, trees.scale(1 / unit, r), x0)
-    eps = jnp.asarray(trees.epsilon(b), unit.dtype)
-    cost = method.cost["reductions"]
-
-    def go_on(look):
-        return look.reason == Reason.RUNNING
-
-    def cycle(look):
-        residual = jnp.maximum(look.margin * limits.threshold / unit, eps)
-        normal = jnp.maximum(look.margin * limits.tol, eps)
-        aim = Aim(*(jnp.where(limits.fixed, -1, level) for level in (residual, normal)))
-
-        def step(carry):
-            state, iterations = carry
-            state = method.step(problem, aim, state)
-            return state, iterations + (state.event < Reason.INDEFINITE_OPERATOR).astype(jnp.int32)
-
-        def runs(carry):
-            state, iterations = carry
-            return (state.event == Reason.RUNNING) & (iterations < limits.maxiter)
-
-        carry = look.state._replace(event=jnp.zeros_like(look.state.event)), look.iterations
-        state, iterations = jax.lax.while_loop(runs, step, carry)
-        return _look(problem, b, x0, unit, limits, look, state, iterations)
-
-    infinity = jnp.full_like(unit, jnp.inf)
     zero = jnp.zeros((), jnp.int32)
-    first = _Look(start, zero, zero, jnp.ones_like(unit), limits.residual, infinity, limits.reason)
-    end = jax.lax.while_loop(go_on, cycle, first)
-    x = trees.axpy(unit, end.state.x, x0)
-    return x, Info(
+    first = _Look(
+        method.init(problem, trees.scale(1 / unit, r), x0),
+        iterations=zero,
+        looks=zero,
+        margin=jnp.ones_like(unit),
+        residual=limits.residual,
+        normal=jnp.full_like(unit, jnp.inf),
+        reason=limits.reason,
+    )
+    look = functools.partial(_look, method, problem, b, x0, unit, limits)
+    end = jax.lax.while_loop(lambda s: s.reason == Reason.RUNNING, look, first)
+    sent = functools.partial(_messages, problem)
+    return trees.axpy(unit, end.state.x, x0), Info(
         converged=end.reason == Reason.CONVERGED,
         reason=end.reason,
         iterations=end.iterations,
         residual_norm=end.residual,
-        rhs_norm=limits.rhs,
+        rhs_norm=limits.rhs_norm,
         threshold=limits.threshold,
-        breakdown=jnp.zeros_like(end.residual),
+        breakdown=jnp.zeros_like(unit),
         condition_estimate=end.state.condition,
-        reductions=_messages(problem) * end.iterations,
+        # A step takes a norm in each space and a decision, as does a look; so does the start.
+        reductions=sent("norm") * (end.iterations + end.looks + 1)
+        + sent("decide") * (end.iterations + end.looks)
+        + problem.rows.messages("open"),
     )
+
+
+class _Limits(NamedTuple):
+    """What the loop compares with: equal on all ranks."""
+
+    tol: jax.Array
+    threshold: jax.Array
+    damp: jax.Array
+    maxiter: jax.Array
+    fixed: jax.Array  # whether to take exactly `maxiter` steps
+    rhs_norm: jax.Array
+    residual: jax.Array
+    reason: jax.Array  # to end before the first step
+
+
+def _open(problem, b, r, x0, stop):
+    """Return what the loop compares with, for one message; one more if the columns are in pieces.
+
+    The limit of steps travels as two small numbers that every float holds exactly.
+    """
+    dtype = trees.scalar_dtype(b)
+    maxiter = stop.maxiter
+    if maxiter is None:
+        size = jnp.asarray(problem.columns.size(x0), dtype)
+        maxiter = jnp.minimum(10 * size, 2.0**30).astype(jnp.int32)
+    inputs = stop.tol, stop.atol, stop.damp, maxiter >> 15, maxiter & 0x7FFF
+    inputs = jnp.stack([n.astype(dtype) for n in inputs])
+    norms, (tol, atol, damp, high, low), _ = problem.rows.open((b, r), inputs, stop.here)
+    maxiter = (high.astype(jnp.int32) << 15) + low.astype(jnp.int32)
+    threshold, fixed = jnp.maximum(tol * norms[0], atol), (tol == 0) & (atol == 0)
+    reason = jnp.select(
+        [~jnp.isfinite(norms[0] + norms[1]), (norms[1] <= threshold) & ~fixed, maxiter > 0, fixed],
+        [Reason.NONFINITE, Reason.CONVERGED, Reason.RUNNING, Reason.FIXED_STEPS],
+        Reason.MAXITER,
+    ).astype(jnp.int32)
+    return _Limits(tol, threshold, damp, maxiter, fixed, norms[0], norms[1], reason)
+
+
+def _look(method, problem, b, x0, unit, limits, before):
+    """Let the method run until it thinks that it is done, and look at the true residuals."""
+    eps = jnp.asarray(trees.epsilon(b), unit.dtype)
+    goals = before.margin * limits.threshold / unit, before.margin * limits.tol
+    aim = Aim(*(jnp.where(limits.fixed, -1, jnp.maximum(goal, eps)) for goal in goals))
+
+    def runs(carry):
+        state, iterations = carry
+        return (state.event == Reason.RUNNING) & (iterations < limits.maxiter)
+
+    def step(carry):
+        state, iterations = carry
+        state = method.step(problem, aim, state)
+        return state, iterations + (state.event < Reason.INDEFINITE_OPERATOR).astype(jnp.int32)
+
+    start = before.state._replace(event=jnp.full((), Reason.RUNNING, jnp.int32))
+    state, iterations = jax.lax.while_loop(runs, step, (start, before.iterations))
+
+    move = trees.scale(unit, state.x)
+    r = trees.subtract(b, problem.A(trees.axpy(jnp.ones_like(unit), move, x0)))
+    pull = problem.damp * problem.damp
+    gradient = trees.axpy(-pull, move, problem.adjoint(r))
+    norms = problem.rows.norm(r), problem.columns.norm(gradient), problem.columns.norm(move)
+    residual, normal, moved = problem.decide(jnp.stack(norms))
+
+    damped = jnp.hypot(residual, problem.damp * moved)
+    met = (residual <= limits.threshold) | (normal <= limits.tol * state.norm * damped)
+    helps = (residual < 0.9 * before.residual) | (normal < 0.9 * before.normal)
+    reason = jnp.select(
+        [
+            met & ~limits.fixed,
+            state.event > Reason.STAGNATED,
+            ~jnp.isfinite(residual + normal),
+            iterations >= limits.maxiter,
+            (state.event == Reason.STAGNATED) | ~helps,
+        ],
+        [
+            Reason.CONVERGED,
+            state.event,
+            Reason.NONFINITE,
+            jnp.where(limits.fixed, Reason.FIXED_STEPS, Reason.MAXITER),
+            Reason.STAGNATED,
+        ],
+        Reason.RUNNING,
+    ).astype(jnp.int32)
+    margin, looks = before.margin / 2, before.looks + 1
+    return _Look(state, iterations, looks, margin, residual, normal, reason)
+
+
+def _messages(problem, method):
+    """Return how many messages a norm in each space, or a decision, takes."""
+    if method == "norm":
+        return problem.rows.messages(method) + problem.columns.messages(method)
+    return (problem.rows if problem.rows.is_whole else problem.columns).messages(method)

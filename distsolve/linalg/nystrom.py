@@ -94,15 +94,7 @@ class Nystrom:
         _require_count(probes, "probes")
         w, squares = _probes(self, key, int(probes))
         Aw = _apply(operator, w, self.structure, self.space)
-        first, second, squares = _moments(self, w, Aw, squares)
-        alive = jnp.any(self.eigenvalues > 0)
-        upper = jnp.max(trees.safe_ratio(second, first))
-        g_mean, z_mean = trees.safe_ratio(first, squares)
-        lower = jnp.where(alive, z_mean, g_mean)
-        sound = jnp.all(jnp.isfinite(second)) & (lower > 0)
-        ratio = jnp.where(sound, trees.safe_ratio(upper, lower), jnp.full_like(lower, jnp.inf))
-        nothing = ~alive & (second[0] == 0)  # a zero operator then and now
-        return self.space.decide(jnp.where(nothing, 1, jnp.maximum(ratio, 1)))
+        return _estimate(self, w, Aw, squares)
 
     def aged(
         self, operator: Any, key: jax.Array, *, factor: ArrayLike = 10.0, probes: int = 4
@@ -214,13 +206,14 @@ def nystrom(
     like = _default_like(operator) if like is None else arguments.as_vector(like)
     structure = flat.structure_of(like)
     v = jax.eval_shape(flat.ravel, like)
-    # A shift of each parameter's own contains its smallest value as a multiple of the identity.
-    shift = jnp.min(jnp.asarray(getattr(operator, "shift", 0.0))) if shift is None else shift
-    shift = _shift(shift, trees.scalar_dtype(like))
+    if shift is None:
+        # One for each parameter contains the smallest of them as a multiple of the identity.
+        shift = jnp.min(jnp.asarray(getattr(operator, "shift", 0.0)))
+    mu = _shift(shift, trees.scalar_dtype(like))
     omega = _gaussian(key, int(rank), v.size, v.dtype, space)
     Y = _apply(operator, omega, structure, space)
-    vectors, eigenvalues = _eigenpairs(omega, Y, shift, trees.epsilon(like), space)
-    return Nystrom(vectors, eigenvalues, shift, space, structure)
+    vectors, eigenvalues = _eigenpairs(omega, Y, mu, trees.epsilon(like), space)
+    return Nystrom(vectors, eigenvalues, mu, space, structure)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "space"))
@@ -277,20 +270,26 @@ def _probes(M, key, count):
 
 
 @jax.jit
-def _moments(M, w, Aw, squares):
-    """Return ``<v, K v>``, ``<v, K^2 v>`` and ``<v, v>``, each summed over the g and over the z.
-
-    K is taken in units of its smallest eigenvalue on the stored vectors.
-    """
-    tail = M._tail()
+def _estimate(M, w, Aw, squares):
+    """Return `Nystrom.quality` from probes; sums over the g and over the z are two numbers each."""
+    tail, alive = M._tail(), jnp.any(M.eigenvalues > 0)
     Aw = Aw / jnp.where(tail > 0, tail, jnp.ones_like(tail)).astype(Aw.dtype)
     gg, zz = squares
     local = [_rows(w, Aw), _rows(Aw, Aw), gg, _inner(M.vectors, Aw)]
-    first, AwAw, gg, inside = _sum_together(local, M.space)
+    first, AwAw, gg, inside = _sum_together(local, M.space)  # <v, K v> is the first
     # <v, K^2 v> = <A w, M A w>
     second = AwAw.real + jnp.sum((M._scale() - 1)[:, None] * jnp.abs(inside) ** 2, axis=0)
     squares = jnp.concatenate([gg, zz])
-    return [jnp.sum(x.real.reshape(2, -1), axis=1) for x in (first, second, squares)]
+    first, second, squares = (
+        jnp.sum(x.real.reshape(2, -1), axis=1) for x in (first, second, squares)
+    )
+    upper = jnp.max(trees.safe_ratio(second, first))
+    g_mean, z_mean = trees.safe_ratio(first, squares)
+    lower = jnp.where(alive, z_mean, g_mean)
+    sound = jnp.all(jnp.isfinite(second)) & (lower > 0)
+    ratio = jnp.where(sound, trees.safe_ratio(upper, lower), jnp.full_like(lower, jnp.inf))
+    nothing = ~alive & (second[0] == 0)  # a zero operator then and now
+    return M.space.decide(jnp.where(nothing, 1, jnp.maximum(ratio, 1)))
 
 
 def _inverse_root(x, where):

@@ -7,7 +7,7 @@ a fresh lambda over fresh samples does not compile again.
 
 import enum
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -90,6 +90,29 @@ class Program:
     def __call__(self, consts, p):
         out = jax.core.eval_jaxpr(self.jaxpr, consts, *jax.tree.leaves(p))
         return jax.tree.unflatten(self.out_tree, out)
+
+
+class Held(NamedTuple):
+    """The program of an operator that is a pytree, kept as it is: a function of its leaves."""
+
+    structure: Any
+
+    def held(self, consts):
+        """Return the operator with these leaves."""
+        return jax.tree.unflatten(self.structure, consts)
+
+    def key(self, differentiable):
+        """Return a hashable description, as `Program.key`."""
+        return self.structure
+
+    def __call__(self, consts, p):
+        return self.held(consts)(p)
+
+
+def hold(A):
+    """Return the program and the consts of an operator that is a pytree."""
+    consts, structure = jax.tree.flatten(A)
+    return Held(structure), consts
 
 
 def trace(function, b):

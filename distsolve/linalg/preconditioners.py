@@ -29,7 +29,8 @@ class Jacobi:
 
     def __call__(self, x: Any) -> Any:
         """Return ``x / diag`` for a vector ``x`` like ``diag``."""
-        wanted, found = jax.tree.structure(self.inverse), jax.tree.structure(x)
+        wanted: Any = jax.tree.structure(self.inverse)
+        found = jax.tree.structure(x)
         if wanted != found:
             raise TypeError(
                 f"`jacobi`: `diag` must have the structure of the vector: expected {found}, "
@@ -92,26 +93,31 @@ def jacobi(diag: Any) -> Jacobi:
     1
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(diag)
-    inverses = []
-    for path, leaf in leaves:
-        leaf = jnp.asarray(leaf)
+    entries = [jnp.asarray(leaf) for _, leaf in leaves]
+    for (path, _), leaf in zip(leaves, entries, strict=True):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"`diag`{where(path)} must be real floats: got {leaf.dtype}. The diagonal of a "
                 "Hermitian operator is real: pass its real part, as floats."
             )
-        inverses.append(jnp.ones_like(leaf) / leaf)
-        if not isinstance(leaf, jax.core.Tracer):
-            _require_positive(np.asarray(leaf), np.asarray(inverses[-1]), where(path))
-    good = jnp.array(True)
-    for inverse in inverses:
-        good = good & jnp.all((inverse > 0) & jnp.isfinite(inverse))
-    inverses = [jnp.where(good, inverse, -jnp.ones_like(inverse)) for inverse in inverses]
+    inverses, usable = _invert(entries)
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in usable):
+        for (path, _), leaf, ok in zip(leaves, entries, usable, strict=True):
+            _require_positive(np.asarray(leaf), np.asarray(ok), where(path))
     return Jacobi(jax.tree.unflatten(treedef, inverses))
 
 
-def _require_positive(entries, inverse, place):
-    bad = np.flatnonzero(~((inverse > 0) & np.isfinite(inverse)))
+@jax.jit
+def _invert(leaves):
+    """Return the reciprocals, all -1 unless all are positive and finite, and which are."""
+    inverses = [jnp.ones_like(leaf) / leaf for leaf in leaves]
+    usable = [(inverse > 0) & jnp.isfinite(inverse) for inverse in inverses]
+    good = jnp.all(jnp.stack([jnp.all(ok) for ok in usable] + [jnp.array(True)]))
+    return [jnp.where(good, inverse, -jnp.ones_like(inverse)) for inverse in inverses], usable
+
+
+def _require_positive(entries, usable, place):
+    bad = np.flatnonzero(~usable)
     if bad.size:
         raise ValueError(
             f"`diag`{place} must be positive, with finite reciprocals: {bad.size} of "
@@ -159,8 +165,10 @@ class BlockJacobi:
                 )
             pieces.append(piece.ravel())
             start = stop
-        solved = jnp.concatenate(pieces) if pieces else flat
-        return _like(self.sign, x, "`block_jacobi`: the blocks") * solved.reshape(x.shape)
+        if not pieces:
+            return x
+        solved = jnp.concatenate(pieces).reshape(x.shape)
+        return _like(self.sign, x, "`block_jacobi`: the blocks") * solved
 
 
 def block_jacobi(matrix_or_blocks: Any, block_size: int | None = None) -> BlockJacobi:
@@ -209,24 +217,37 @@ def block_jacobi(matrix_or_blocks: Any, block_size: int | None = None) -> BlockJ
     >>> int(info.iterations)
     1
     """
-    factors, good, first = [], jnp.array(True), 0
-    for stack in _stacks(matrix_or_blocks, block_size):
+    stacks = _stacks(matrix_or_blocks, block_size)
+    for stack in stacks:
         if not jnp.issubdtype(stack.dtype, jnp.inexact):
             raise TypeError(
                 f"`matrix_or_blocks` must be real or complex floats: got {stack.dtype}. "
                 "Convert it, for example with .astype(float)."
             )
-        lower = jnp.linalg.cholesky(stack)
-        finite = jnp.isfinite(lower)
-        if not isinstance(stack, jax.core.Tracer):
-            _require_definite(np.asarray(stack), np.asarray(finite), first)
-        good = good & jnp.all(finite)
-        eye = jnp.broadcast_to(jnp.eye(stack.shape[-1], dtype=stack.dtype), stack.shape)
-        factors.append((lower, eye))
-        first += len(stack)
-    dtype = jnp.finfo(factors[0][0].dtype).dtype if factors else jnp.float32
-    sign = jnp.where(good, jnp.ones((), dtype), -jnp.ones((), dtype))
-    return BlockJacobi(tuple(jnp.where(good, lower, eye) for lower, eye in factors), sign)
+    factors, sign, finite = _factorise(stacks)
+    if not isinstance(sign, jax.core.Tracer):
+        first = 0
+        for stack, ok in zip(stacks, finite, strict=True):
+            _require_definite(np.asarray(stack), np.asarray(ok), first)
+            first += len(stack)
+    return BlockJacobi(tuple(factors), sign)
+
+
+@jax.jit
+def _factorise(stacks):
+    """Return the lower triangles, the sign 1, and which blocks are definite: (k,) for each stack.
+
+    If one is not, the triangles are those of the identity and the sign is -1.
+    """
+    lower = [jnp.linalg.cholesky(stack) for stack in stacks]
+    finite = [jnp.all(jnp.isfinite(triangles), axis=(1, 2)) for triangles in lower]
+    good = jnp.all(jnp.concatenate([*finite, jnp.ones(1, bool)]))
+    factors = [
+        jnp.where(good, L, jnp.broadcast_to(jnp.eye(L.shape[-1], dtype=L.dtype), L.shape))
+        for L in lower
+    ]
+    dtype = jnp.finfo(lower[0].dtype).dtype if lower else jnp.float32
+    return factors, jnp.where(good, jnp.ones((), dtype), -jnp.ones((), dtype)), finite
 
 
 def _stacks(given, block_size):
@@ -253,7 +274,7 @@ def _stacks(given, block_size):
     n, s = matrix.shape[0], int(block_size)
     whole = n // s * s
     cut = _cut_sparse if sparse else _cut_dense
-    last = matrix[whole:, whole:]
+    last: Any = matrix[whole:, whole:]
     last = last.toarray() if sparse else last
     stacks = [cut(matrix, whole, s)] if whole else []
     return stacks + ([jnp.asarray(last)[None]] if whole < n else [])
@@ -298,9 +319,9 @@ def _require_definite(stack, finite, first):
     tolerance = 100 * float(jnp.finfo(stack.dtype).eps)
     for i, block in enumerate(stack):
         gap = np.abs(block - block.conj().T).max(initial=0)
-        if not gap <= tolerance * np.abs(block).max(initial=0):
+        if gap > tolerance * np.abs(block).max(initial=0):
             fault = f"is not Hermitian: it differs from its conjugate transpose by {gap}"
-        elif not finite[i].all():
+        elif not finite[i]:
             fault = f"is not positive definite: its smallest eigenvalue is {_smallest(block)}"
         else:
             continue

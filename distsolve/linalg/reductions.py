@@ -193,11 +193,9 @@ def weighted_mean(x: Any, weights: ArrayLike, space: Space | None = None) -> Any
                 f"shape {leaf.shape[:1]}, got {weights.shape}."
             )
     _, (*parts, weights) = _parts((x, weights))
-    sums = [
-        jnp.matmul(weights, part.reshape(len(part), -1), precision=trees.HIGHEST) for part in parts
-    ]
+    sums = [jnp.tensordot(weights, part, axes=1, precision=trees.HIGHEST) for part in parts]
     sums, total = (space or Sharded()).sum((sums, jnp.sum(weights)))
-    return _like(x, [s.reshape(p.shape[1:]) / total for s, p in zip(sums, parts, strict=True)])
+    return _like(x, [part / total for part in sums])
 
 
 def var(x: Any, ddof: ArrayLike = 0, space: Space | None = None) -> Any:

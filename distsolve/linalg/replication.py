@@ -94,12 +94,14 @@ def _check_forms(tree: Any, leaves: list, ranks: Sharded) -> None:
 
 def _describe(name: str, array: np.ndarray, where: np.ndarray, ranks: Sharded) -> str:
     """Return by how much the array on some ranks differs from rank 0's."""
-    mine = np.frombuffer(_bits(array), np.uint8)
-    sent = mine if bool(ranks.rank_zero()) else np.zeros_like(mine)
+    bits = np.frombuffer(_bits(array), np.uint8)
+    sent = bits if bool(ranks.rank_zero()) else np.zeros_like(bits)
     first = np.frombuffer(np.asarray(ranks.sum(jnp.asarray(sent))).tobytes(), array.dtype)
     wide = np.complex128 if np.iscomplexobj(array) else np.float64
+    mine, first = array.ravel().astype(wide), first.astype(wide)
+    same = (mine == first) | (np.isnan(mine) & np.isnan(first))
     with np.errstate(invalid="ignore"):
-        apart = np.abs(array.ravel().astype(wide) - first.astype(wide))
+        apart = np.where(same, 0, np.abs(mine - first))
     largest = _gather(np.array(np.max(apart, initial=0), np.float32), ranks)
     texts = [f"by up to {largest[rank]:.3g} on rank {rank}" for rank in where]
     return f"{name} differs from rank 0's {', '.join(texts)}"

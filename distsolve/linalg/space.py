@@ -52,22 +52,10 @@ class Space:
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Return what a solve starts from: norms, scalars that all ranks agree on, the size.
 
-        Parameters
-        ----------
-        vectors : k pytrees alike
-        inputs : (m,) floats of the vectors' `trees.scalar_dtype`
-            Each rank's own idea of the user's scalars. Rank 0 decides; for replicated vectors the
-            largest value does.
-        here : scalar, optional
-            What `rank_zero` returned outside the program. The text of the program is then the same
-            on all ranks.
-
-        Returns
-        -------
-        norms : (k,) replicated
-        inputs : (m,) replicated
-        size : int, or integer scalar
-            The global number of entries of one vector, as `size` gives it.
+        ``inputs`` are each rank's own idea of the user's scalars: (m,) floats of the vectors'
+        `trees.scalar_dtype`. Rank 0 decides; for replicated vectors the largest value does.
+        ``here`` is what `rank_zero` returned outside the program: the text of the program is then
+        the same on all ranks. The norms of k vectors alike are (k,), and the size is that of one.
 
         Communication: one message in all.
         """
@@ -219,13 +207,6 @@ class Replicated(_OnRanks):
     Communication
     -------------
     None for products, norms and sums; one tiny allreduce for each decision of a loop.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from distsolve import Replicated
-    >>> float(Replicated().norm(jnp.array([1.0, 2.0, 2.0])))  # on any number of ranks
-    3.0
     """
 
     is_whole = True
@@ -239,12 +220,9 @@ class Replicated(_OnRanks):
         return trees.size(x)
 
     def decide(self, x: jax.Array) -> jax.Array:
-        """Return a value that follows from products, equal on all ranks: `agree`.
+        """Return `agree`, as copies may differ in their last bits; see `Space.decide`.
 
-        Products are local and copies of a vector may differ in their last bits. Ranks that leave a
-        loop at different times would wait for each other for ever.
-
-        Communication: one allreduce; none at one rank.
+        Ranks that leave a loop at different times would wait for each other for ever.
         """
         return self.agree(x)
 
@@ -306,10 +284,7 @@ class Sharded(_OnRanks):
         return mpi.size(self.comm)
 
     def sum(self, x: Any) -> Any:
-        """Return the sum of a pytree over the ranks, replicated.
-
-        Communication: one allreduce for each dtype; none at one rank.
-        """
+        """Return the sum of a pytree over the ranks. One allreduce for each dtype."""
         return x if self.ranks() == 1 else mpi.allreduce(x, comm=self.comm)
 
     def begin(self, pairs: Sequence[tuple[Any, Any]], through: Any) -> tuple[Any, Any]:

@@ -106,7 +106,8 @@ class DistributedCSR:
             inside, matrix.indices - start, stop - start + np.searchsorted(halo, matrix.indices)
         )
         plan = Plan(space, starts, rank, _ints(send_counts), _ints(recv_counts), is_split)
-        return cls(*ellpack.pack(matrix, columns), jnp.asarray(send), plan)
+        values, places, members, order = ellpack.pack(matrix, columns)
+        return cls(values, places, members, order, jnp.asarray(send), plan)
 
     @classmethod
     def from_whole(cls, matrix: Any, space: Sharded | None = None) -> "DistributedCSR":

@@ -209,10 +209,9 @@ def project(V, w):
     dtype = inner_dtype(w) if whole else scalar_dtype(w)
     total = jnp.zeros(len(leaves[0][0]), dtype)
     for rows, vector in leaves:
-        wide = _wide(rows.dtype)
-        rows, vector = rows.reshape(len(rows), -1).astype(wide), vector.ravel().astype(wide)
+        rows, vector = rows.astype(_wide(rows.dtype)), vector.astype(_wide(rows.dtype))
         # <v, w> is the conjugate of <w, v>, for which the stack is read as it lies.
-        product = jnp.matmul(rows, vector.conj(), precision=HIGHEST).conj()
+        product = jnp.tensordot(rows, vector.conj(), axes=vector.ndim, precision=HIGHEST).conj()
         total = total + (product if whole else product.real).astype(dtype)
     return total
 
@@ -238,3 +237,22 @@ def safe_ratio(numerator, denominator):
     positive = denominator > 0
     ratio = numerator / jnp.where(positive, denominator, jnp.ones_like(denominator))
     return jnp.where(positive, ratio, jnp.zeros_like(ratio))
+
+
+def vary_like(tree, like):
+    """Return ``tree``, marked inside `jax.shard_map` as different where any leaf of ``like`` is.
+
+    A loop's start needs the mark that its body gives; anywhere else this is the identity.
+    """
+    axes = frozenset().union(*map(_varying, jax.tree.leaves(like)))
+
+    def mark(x):
+        missing = tuple(sorted(axes - _varying(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, tree)
+
+
+def _varying(x):
+    """The mesh axes along which ``x`` differs between devices."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)

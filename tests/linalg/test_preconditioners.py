@@ -33,7 +33,7 @@ def piece(n):
     return slice(bounds[rank], bounds[rank + 1])
 
 
-def decaying(n=90, shift=1e-3, dtype=np.float64, ratio=0.75, seed=5):
+def decaying(n=60, shift=1e-3, dtype=np.float64, ratio=0.75, seed=5):
     """Return a matrix S with geometric eigenvalues from 100 on, S + shift, and a vector."""
     basis = problems.random_spd(n, dtype, seed=seed)
     _, Q = np.linalg.eigh(basis.matrix)
@@ -103,9 +103,9 @@ def test_jacobi_refuses(diag, error, words):
 
 @pytest.mark.once
 def test_jacobi_names_the_leaf():
-    with pytest.raises(ValueError, match=r"`diag`\['b'\] must be positive"):
+    with pytest.raises(ValueError, match=r"`diag` at \['b'\] must be positive"):
         jacobi({"a": jnp.ones(2), "b": jnp.zeros(2)})
-    with pytest.raises(ValueError, match=r"\['a'\] must have the shape of the vector: .*\(3,\)"):
+    with pytest.raises(ValueError, match=r"at \['a'\] must have the shape of the vector: .*\(3,\)"):
         jacobi({"a": jnp.ones(2)})({"a": jnp.ones(3)})
     with pytest.raises(TypeError, match="float64 cannot act on a vector of float32"):
         jacobi(jnp.ones(2))(jnp.ones(2, jnp.float32))
@@ -235,20 +235,20 @@ def test_block_jacobi_while_tracing():
 
 @pytest.mark.parametrize("dtype", [np.float64, pytest.param(np.complex128, marks=pytest.mark.once)])
 def test_nystrom_is_the_formula(dtype):
-    S, A, _ = decaying(40, dtype=dtype)
-    M = nystrom(jnp.asarray(A), 10, key(), shift=1e-3)
+    S, A, _ = decaying(dtype=dtype)
+    M = nystrom(jnp.asarray(A), 15, key(), shift=1e-3)
     # Y (Omega^H Y)^-1 Y^H, whatever the basis, from the same random vectors
     from distsolve.linalg.nystrom import _gaussian
 
-    omega = np.asarray(_gaussian(key(), 10, 40, jnp.dtype(dtype), Replicated())).T
+    omega = np.asarray(_gaussian(key(), 15, 60, jnp.dtype(dtype), Replicated())).T
     Y = S @ omega
     wanted = Y @ np.linalg.solve(omega.conj().T @ Y, Y.conj().T)
     U, lam = np.asarray(M.U), np.asarray(M.eigenvalues)
     assert_allclose((U * lam) @ U.conj().T, wanted, rtol=0, atol=1e-10)
-    assert_allclose(U.conj().T @ U, np.eye(10), atol=1e-13)
+    assert_allclose(U.conj().T @ U, np.eye(15), atol=1e-13)
     agree(np.all(np.diff(lam) <= 0) and lam[-1] > 0, f"{lam}")
-    inverse = (U * (lam[-1] + 1e-3) / (lam + 1e-3)) @ U.conj().T + np.eye(40) - U @ U.conj().T
-    assert_allclose(dense(M, 40, dtype), inverse, rtol=0, atol=1e-12)
+    inverse = (U * (lam[-1] + 1e-3) / (lam + 1e-3)) @ U.conj().T + np.eye(60) - U @ U.conj().T
+    assert_allclose(dense(M, 60, dtype), inverse, rtol=0, atol=1e-12)
 
 
 def test_nystrom_saves_iterations_as_theory_says():
@@ -257,9 +257,9 @@ def test_nystrom_saves_iterations_as_theory_says():
     values, Q = np.linalg.eigh(S)
     low = (Q[:, -12:] * values[-12:]) @ Q[:, -12:].T
     A = jnp.asarray(low + 1e-3 * np.eye(len(b)))
-    M = nystrom(A, 20, key(), shift=1e-3)
+    M = nystrom(A, 15, key(), shift=1e-3)
     assert_allclose(M.eigenvalues[:12], values[::-1][:12], rtol=1e-9)
-    assert_allclose(M.eigenvalues[12:], np.zeros(8))
+    assert_allclose(M.eigenvalues[12:], np.zeros(3))
     _, alone = cg(A, b, tol=1e-8)
     x, info = cg(A, b, M=M, tol=1e-8)
     agree(int(info.iterations) <= 2 and int(alone.iterations) >= 14, f"{info} {alone}")
@@ -271,11 +271,10 @@ def test_more_rank_means_fewer_iterations():
     _, A, b = decaying()
     A = jnp.asarray(A)
     counts = [int(cg(A, b, tol=1e-8)[1].iterations)]
-    for rank in (15, 30, 45):
+    for rank in (15, 30):
         M = nystrom(A, rank, key(), shift=1e-3)
         counts.append(int(cg(A, b, M=M, tol=1e-8)[1].iterations))
-    agree(counts[0] > counts[1] > counts[2] > counts[3], f"{counts}")
-    agree(counts[0] >= 45 and counts[3] <= 8, f"{counts}")
+    agree(counts[0] > 2 * counts[1] > 4 * counts[2], f"{counts}")
 
 
 def test_one_message_for_the_whole_sketch():
@@ -294,8 +293,8 @@ def test_one_message_for_the_whole_sketch():
 @pytest.mark.parametrize("dtype", [np.float64, pytest.param(np.complex128, marks=pytest.mark.once)])
 def test_sharded_is_replicated(dtype):
     """Uneven pieces: the same numbers as on one rank, and the messages that are promised."""
-    _, A, b = decaying(48, dtype=dtype)
-    mine, space = piece(48), Sharded()
+    _, A, b = decaying(dtype=dtype)
+    mine, space = piece(60), Sharded()
     rows, b = jnp.asarray(A[mine]), jnp.asarray(b)
     whole = nystrom(jnp.asarray(A), 30, key(), shift=1e-3)
     make = functools.partial(nystrom, shift=1e-3, space=space)
@@ -345,26 +344,31 @@ def test_nystrom_of_a_gram_operator():
 def test_nystrom_says_when_it_has_aged():
     S, A, _ = decaying()
     A = jnp.asarray(A)
-    aged = jax.jit(lambda M, A, seed: M.aged(A, jax.random.key(seed)))
     quality = jax.jit(lambda M, A, seed: M.quality(A, jax.random.key(seed)))
-    rolled = jnp.asarray(np.roll(S, 45, (0, 1)) + 1e-3 * np.eye(len(S)))
+
+    def aged(M, A, seed):
+        return bool(quality(M, A, seed) > 10)
+
+    rolled = jnp.asarray(np.roll(S, 30, (0, 1)) + 1e-3 * np.eye(len(S)))
     _, Q = np.linalg.eigh(S)
     gained = A + jnp.asarray(500 * Q[:, :5] @ Q[:, :5].T)
-    for rank in (10, 30, 45):  # also where the rank is too small to do much good
+    for rank in (15, 30):  # also where the rank is too small to do much good
         M = nystrom(A, rank, key(), shift=1e-3)
         for seed in range(5):
             agree(not aged(M, A, seed), f"rank {rank}: {quality(M, A, seed)}")
             agree(not aged(M, 1e5 * A, seed), f"scaled, rank {rank}: {quality(M, 1e5 * A, seed)}")
-        if rank > 10:
-            for other in (rolled, gained, 1e-3 * jnp.eye(len(S))):
-                agree(aged(M, other, 1), f"rank {rank}: {quality(M, other, 1)}")
+        for other in (rolled, gained, 1e-3 * jnp.eye(len(S))):
+            agree(aged(M, other, 1), f"rank {rank}: {quality(M, other, 1)}")
     true = np.linalg.cond(dense(M, len(S)) @ np.asarray(rolled))
     agree(1 < float(quality(M, rolled, 1)) <= true, f"{quality(M, rolled, 1)} {true}")
-    agree(bool(aged(M, -A, 1)) and bool(aged(M, jnp.nan * A, 1)), "indefinite, nonfinite")
+    for other in (-A, jnp.nan * A):
+        agree(
+            np.isinf(quality(M, other, 1)) and bool(M.aged(other, key())), "not positive definite"
+        )
 
 
 def test_nystrom_is_data_and_takes_another_shift():
-    _, A, b = decaying(40)
+    _, A, b = decaying()
     traces = []
 
     @jax.jit
@@ -372,9 +376,9 @@ def test_nystrom_is_data_and_takes_another_shift():
         traces.append(1)
         return cg(lambda p: A @ p, b, M=M, tol=1e-8)
 
-    first = nystrom(jnp.asarray(A), 25, key(), shift=1e-3)
-    second = nystrom(jnp.asarray(2 * A), 25, key(2), shift=2e-3).with_shift(1e-1)
-    moved = jnp.asarray(2 * A) + (0.1 - 2e-3) * jnp.eye(40)
+    first = nystrom(jnp.asarray(A), 30, key(), shift=1e-3)
+    second = nystrom(jnp.asarray(2 * A), 30, key(2), shift=2e-3).with_shift(1e-1)
+    moved = jnp.asarray(2 * A) + (0.1 - 2e-3) * jnp.eye(60)
     for matrix, M in ((jnp.asarray(A), first), (moved, second)):
         x, info = solve(matrix, jnp.asarray(b), M)
         agree(info.reason_name == "converged" and int(info.iterations) <= 12, info.message)
@@ -409,7 +413,7 @@ def test_nystrom_on_pytrees_of_mixed_leaves():
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 def test_nystrom_in_single_precision(dtype):
     """The smallest eigenvalues of M stay positive where they are all rounding."""
-    for n, rank, shift in ((90, 30, 1e-3), (20, 20, 1e-5)):
+    for n, rank, shift in ((60, 30, 1e-3), (20, 20, 1e-5)):
         _, A, b = decaying(n, shift, dtype, ratio=0.5)
         M = nystrom(jnp.asarray(A), rank, key(), shift=shift)
         agree(M.vectors.dtype == dtype and M.eigenvalues.dtype == jnp.float32, str(M))

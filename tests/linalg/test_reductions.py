@@ -9,7 +9,7 @@ import pytest
 from spmd import agree, assert_allclose, assert_equal, ranks
 
 import distsolve
-from distsolve import MeshAxis, Replicated, Sharded, check_replicated, mpi
+from distsolve import Replicated, Sharded, check_replicated, mpi
 from distsolve.linalg import moments
 
 COUNTS = [3, 0, 4]  # samples of each rank
@@ -56,7 +56,7 @@ def close(found, wanted, like, rtol=None):
     """Compare with tolerances that fit the dtype, relative to the largest entry."""
     for name, want in wanted.items():
         real = like[name].real.dtype
-        eps = 1e-3 if name == "half" else 1e-5 if real == np.float32 else rtol or 1e-12
+        eps = 4e-3 if name == "half" else 1e-5 if real == np.float32 else rtol or 1e-12
         want = np.asarray(want).astype(np.complex128 if np.iscomplexobj(want) else np.float64)
         assert_allclose(found[name], want, rtol=0, atol=eps * np.max(np.abs(want)), message=name)
 
@@ -102,24 +102,26 @@ def test_covariance_of_one_and_of_two_arrays(gathered, monkeypatch):
             random.standard_normal((n, 2, 2)),
         )
     )
-    found, messages = sent(jax.jit(functools.partial(distsolve.covariance, ddof=1)), x)
+
+    def both(x, y):
+        return distsolve.covariance(x, ddof=1), distsolve.covariance(x, y)
+
+    (found, crossed), messages = sent(jax.jit(both), x, y)
     assert_allclose(found, np.cov(all_x.T), rtol=1e-9)
-    agree(messages == several() * (1 if gathered else 2), f"{messages} messages")
-    assert_allclose(found, found.conj().T)
+    agree(messages == several() * (2 if gathered else 4), f"{messages} messages")
     centred = all_x - all_x.mean(0), all_y - all_y.mean(0)
     want = np.einsum("ki,kjl->ijl", *centred) / len(all_x)
-    assert_allclose(distsolve.covariance(x, y), want, rtol=1e-9)
+    assert_allclose(crossed, want, rtol=1e-9)
 
 
 def test_weighted_mean_with_a_rank_without_weight():
     x, every = mixed()
-    all_weights = np.arange(len(every["half"])) * (np.arange(len(every["half"])) >= COUNTS[0])
-    all_weights[1] = several() == 0  # one rank alone must have some
+    all_weights = np.arange(1.0, len(every["half"]) + 1)
+    if ranks().size == 3:  # of two ranks only the first has samples
+        all_weights[: COUNTS[0]] = 0
     start = sum(COUNTS[: ranks().rank])
     weights = jnp.asarray(all_weights[start : start + COUNTS[ranks().rank]])
-    if not all_weights.any():  # two ranks, of which the second has no samples
-        weights, all_weights = weights + ranks().rank + 1, all_weights + 1
-    found, messages = sent(distsolve.weighted_mean, x, weights)
+    found, messages = sent(jax.jit(distsolve.weighted_mean), x, weights)
     want = {k: np.average(wide(v), axis=0, weights=all_weights) for k, v in every.items()}
     close(found, want, every)
     agree(messages == several(), f"{messages} messages")
@@ -131,27 +133,36 @@ def test_unequal_numbers_of_samples():
         x = jnp.asarray([1, 2, 3])
     else:
         x = jnp.full(int(ranks().rank == 1), 10)
-    assert_equal(distsolve.mean(x), jnp.asarray(4.0 if size > 1 else 2.0))
-    assert_allclose(distsolve.var(x), 12.5 if size > 1 else 2 / 3, rtol=1e-15)
+    mean, var = jax.jit(lambda x: (distsolve.mean(x), distsolve.var(x)))(x)
+    assert_equal(mean, jnp.asarray(4.0 if size > 1 else 2.0))
+    assert_allclose(var, 12.5 if size > 1 else 2 / 3, rtol=1e-15)
 
 
 def test_no_samples_at_all_have_no_statistics():
-    nothing = jnp.zeros((0, 2))
-    for found in (distsolve.mean(nothing), distsolve.var(nothing)):
-        assert_equal(found, jnp.full(2, jnp.nan))
-    assert_equal(distsolve.covariance(nothing), jnp.full((2, 2), jnp.nan))
-    assert_equal(distsolve.weighted_mean(jnp.ones(2), jnp.zeros(2)), jnp.asarray(jnp.nan))
-    one = jnp.ones(int(ranks().rank == 0))
-    assert_equal(distsolve.var(one, ddof=1), jnp.asarray(jnp.nan))
-    assert_equal(distsolve.var(one), jnp.asarray(0.0))
+    nothing, one = jnp.zeros((0, 2)), jnp.ones(int(ranks().rank == 0))
+
+    @jax.jit
+    def statistics(x, one):
+        means = distsolve.mean(x), distsolve.weighted_mean(jnp.ones(2), jnp.zeros(2))
+        spreads = distsolve.var(x), distsolve.covariance(x), distsolve.var(one, ddof=1)
+        return jnp.concatenate([v.ravel() for v in (*means, *spreads)]), distsolve.var(one)
+
+    found, zero = statistics(nothing, one)
+    assert_equal(found, jnp.full(10, jnp.nan))
+    assert_equal(zero, jnp.asarray(0.0))
 
 
 def test_copies_of_samples_have_the_statistics_of_one():
     x = jnp.asarray([1.0, 5.0, 9.0])
-    for statistic in (distsolve.mean, distsolve.var, distsolve.covariance):
-        found, messages = sent(lambda s=statistic: s(x, space=Replicated()))
-        assert_allclose(statistic(x), found, rtol=1e-15)
-        agree(messages == 0, f"{messages} messages")
+
+    def statistics(space):
+        calls = (distsolve.mean, distsolve.var, distsolve.covariance)
+        return jnp.stack([call(x, space=space) for call in calls])
+
+    found, messages = sent(jax.jit(lambda: statistics(Replicated())))
+    assert_allclose(found, [5, 32 / 3, 32 / 3], rtol=1e-15)
+    agree(messages == 0, f"{messages} messages")
+    assert_allclose(jax.jit(lambda: statistics(None))(), found, rtol=1e-15)
 
 
 def test_derivatives_are_those_of_the_whole_sample():
@@ -167,32 +178,32 @@ def test_derivatives_are_those_of_the_whole_sample():
 
 def test_a_parameter_that_all_samples_share():
     x, every = samples(lambda random, n: random.standard_normal(n))
-
-    def energy(a, x):
-        return distsolve.mean(jnp.exp(mpi.pvary(a) * x) + a * a / ranks().size)
-
-    def on_all(a):
-        return np.mean(np.exp(a * every))
-
     step, a = 1e-6, 0.3
-    wanted = (on_all(a + step) - on_all(a - step)) / (2 * step)
+    wanted = (np.mean(np.exp((a + step) * every)) - np.mean(np.exp((a - step) * every))) / (
+        2 * step
+    )
     found = jax.jit(jax.grad(lambda a, x: distsolve.mean(jnp.exp(mpi.pvary(a) * x))))(a, x)
     assert_allclose(found, wanted, rtol=1e-8)
 
 
 def test_inner_products_are_whole_and_conjugate_the_first():
-    x = {"c": jnp.asarray([1 + 2j, 3.0]), "r": jnp.asarray([2.0])}
-    y = {"c": jnp.asarray([1j, 1.0]), "r": jnp.asarray([5.0])}
-    want = np.vdot(x["c"], y["c"]) + 10
-    assert_equal(distsolve.vdot(x, y), jnp.asarray(want))
-    found, messages = sent(distsolve.vdot, x, y, Sharded())
-    assert_allclose(found, want * ranks().size, rtol=1e-15)
-    agree(messages == several(), f"{messages} messages")
-    half = jnp.ones(4096, jnp.float16)
-    assert_equal(distsolve.vdot(half, half), jnp.asarray(4096, jnp.float32))
-    norm, messages = sent(distsolve.norm, {"a": jnp.asarray([3e200, 4e200j])}, Sharded())
-    assert_allclose(norm, 5e200 * np.sqrt(ranks().size), rtol=1e-15)
-    agree(messages == several(), f"{messages} messages")
+    x = {"c": np.array([1 + 2j, 3.0]), "r": np.array([2.0])}
+    y = {"c": np.array([1j, 1.0]), "r": np.array([5.0])}
+    half, far = jnp.ones(4096, jnp.float16), np.array([3e200, 4e200j])
+
+    def products(space):
+        found = distsolve.vdot(x, y, space), distsolve.norm({"a": far}, space)
+        return *found, distsolve.vdot(half, half, space)
+
+    (product, norm, ones), messages = sent(jax.jit(lambda: products(Sharded())))
+    want, size = np.vdot(x["c"], y["c"]) + 10, ranks().size
+    assert_allclose(product, want * size, rtol=1e-15)
+    assert_allclose(norm, 5e200 * np.sqrt(size), rtol=1e-15)
+    assert_equal(ones, jnp.asarray(4096 * size, jnp.float32))
+    agree(messages == 3 * several(), f"{messages} messages")
+    (product, norm, ones), messages = sent(jax.jit(lambda: products(None)))
+    assert_equal(product, jnp.asarray(want))
+    agree(messages == 0, f"{messages} messages")
 
 
 @pytest.mark.once
@@ -268,7 +279,8 @@ def test_equal_copies_pass():
 )
 def test_copies_that_differ_raise_on_all_ranks(change, text):
     if ranks().size == 1:
-        return check_replicated(different(change))
+        check_replicated(different(change))
+        return
     with pytest.raises(ValueError, match=text.format(last=ranks().size - 1)):
         check_replicated(different(change))
 

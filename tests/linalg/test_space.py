@@ -1,9 +1,12 @@
 """Products, norms and decisions over ranks, against NumPy on the whole vector."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from launch import job_environment, mpi_name, run_command
 from spmd import agree, assert_allclose, assert_equal, on, ranks
 
 from distsolve import MeshAxis, Replicated, Sharded, mpi
@@ -231,3 +234,66 @@ def test_spaces_are_equal_by_their_ranks(world):
     agree(MeshAxis(["i", "j"]) == MeshAxis(("i", "j")), "by name")
     with pytest.raises(TypeError, match="`comm` is 'world'"):
         Sharded("world")
+
+
+ON_A_MESH = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import sys
+from jax.sharding import Mesh, PartitionSpec as P
+import distsolve
+jax.config.update("jax_enable_x64", True)
+space = distsolve.MeshAxis("i")
+split, same = P("i"), P()
+
+def on_mesh(function, *args, outs=same):
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    specs = dict(mesh=mesh, in_specs=(split,) * len(args), out_specs=outs)
+    return jax.jit(jax.shard_map(function, **specs))(*args)
+
+def methods(x):
+    index = jax.lax.axis_index("i")
+    norms, inputs, size = space.open((x, 2 * x), jnp.asarray([3.0, jnp.inf]) + index)
+    pending, y = space.begin(((x, x),), x)
+    (xx,), y = space.finish(pending, y)
+    agreed = space.agree(jnp.where(index == 2, jnp.nan, x[0]))
+    stack = {"x": jnp.stack([x, 2 * x])}
+    return dict(
+        dot=space.dot((x, x), (x, 2 * x)), norm=space.norm(x), norms=norms, inputs=inputs,
+        opened=size, size=space.size(x), begun=xx, agreed=agreed, gathered=space.gather(x[0]),
+        assembled=space.assemble(x, space.offset(3), 12), projected=space.project(stack, {"x": x}),
+        mean=distsolve.mean(x, space), var=distsolve.var(x, space=space),
+    )
+
+x = jnp.arange(1.0, 13.0)
+found, xx = on_mesh(methods, x), float(x @ x)
+wanted = dict(
+    dot=[xx, 2 * xx], norm=xx ** 0.5, norms=[xx ** 0.5, 2 * xx ** 0.5], inputs=[3, np.inf],
+    opened=12, size=12, begun=xx, agreed=np.inf, gathered=x[::3], assembled=x,
+    projected=[xx, 2 * xx], mean=np.mean(x), var=np.var(x),
+)
+for name, want in wanted.items():
+    np.testing.assert_allclose(found[name], want, rtol=1e-14, err_msg=name)
+
+def solve(d, b):
+    return distsolve.cg(lambda p: d * p, b, space=space, tol=1e-10)
+
+d = jnp.linspace(1.0, 4.0, 12)
+y, info = on_mesh(solve, d, x, outs=(split, same))
+np.testing.assert_allclose(y, x / d, rtol=1e-9)
+assert info.reason_name == "converged", info
+assert "mpi4py.MPI" not in sys.modules
+print("all")
+"""
+
+
+@pytest.mark.once
+def test_solve_on_the_axis_of_a_mesh_without_mpi():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    ok, text = True, ""
+    if ranks().rank == 0:
+        env = job_environment(mpi_name(), 1, flags)
+        done = run_command([sys.executable, "-c", ON_A_MESH], 60, env)
+        ok, text = done.stdout.strip() == "all", done.stdout + done.stderr
+    agree(ok, text)

@@ -121,6 +121,16 @@ def test_one_message_a_product():
     agree(sum(calls.values()) == (ranks().size > 1), f"{calls}")
 
 
+def test_nan_stays_in_the_rows_that_read_it():
+    matrix, x = random_matrix("uneven"), vector()
+    mine, A = split("uneven", matrix)
+    x[0] = np.nan
+    spoilt = matrix.toarray()[:, 0] != 0
+    spoilt[0] = True  # rows are filled up with their own entry
+    got = np.isnan(np.asarray(product(A, jnp.asarray(x[mine]))))
+    agree(not got[~spoilt[mine]].any() and got[matrix.toarray()[mine, 0] != 0].all(), f"{got}")
+
+
 def test_no_message_where_no_rank_has_a_halo():
     mine, A = split("uneven", scipy.sparse.diags_array(np.arange(1.0, N + 1)).tocsr())
     agree(not A.plan.is_split)

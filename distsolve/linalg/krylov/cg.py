@@ -6,8 +6,9 @@ from typing import Any
 from jax.typing import ArrayLike
 
 from distsolve.linalg import arguments, driver
+from distsolve.linalg.gram import SRMatrix
 from distsolve.linalg.info import Info
-from distsolve.linalg.krylov import cg_classic, cg_pipelined, cg_single_reduction
+from distsolve.linalg.krylov import cg_classic, cg_gram, cg_pipelined, cg_single_reduction
 from distsolve.linalg.space import Replicated, Space
 
 METHODS = {
@@ -91,8 +92,12 @@ def cg(
     >>> info.reason_name, int(info.iterations)
     ('converged', 3)
     """
+    space = Replicated() if space is None else space
+    arrangement = arguments.choice(method, METHODS, "method")
+    if isinstance(A, SRMatrix) and method == "classic" and not args and space.is_whole:
+        arrangement = cg_gram.METHOD
     return driver.drive(
-        arguments.choice(method, METHODS, "method"),
+        arrangement,
         A,
         b,
         x0,
@@ -100,7 +105,7 @@ def cg(
         atol=atol,
         maxiter=maxiter,
         M=M,
-        space=Replicated() if space is None else space,
+        space=space,
         args=args,
         history=history,
         progress=progress,

@@ -33,7 +33,7 @@ class State(NamedTuple):
     s: Any  # A p
     units: "Units"
     rz: jax.Array  # <r, M r>
-    pAp: jax.Array
+    pAp: jax.Array  # noqa: N815
     rr: jax.Array  # <r, r>
     event: jax.Array
     breakdown: jax.Array
@@ -41,17 +41,28 @@ class State(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Powers of two that bring the operators of a cycle to a size of about 1."""
+    """Square roots, powers of two, of what brings the operators of a cycle to a size of 1."""
 
-    A: jax.Array
-    M: jax.Array
+    root_A: jax.Array  # noqa: N815
+    root_M: jax.Array  # noqa: N815
+
+    @property
+    def A(self) -> jax.Array:
+        """What A is multiplied by."""
+        return jnp.square(self.root_A)
+
+    @property
+    def M(self) -> jax.Array:
+        """What M is multiplied by."""
+        return jnp.square(self.root_M)
 
     def scaled(self, A: Any, M: Any) -> tuple[Any, Any]:
-        """Return both operators, scaled."""
-        return (
-            lambda v: trees.scale(self.A, A(v)),
-            lambda v: v if M is None else trees.scale(self.M, M(v)),
-        )
+        """Return both operators, scaled: half before and half after, so that nothing vanishes."""
+
+        def between(root, operator):
+            return lambda v: trees.scale(root, operator(trees.scale(root, v)))
+
+        return between(self.root_A, A), M and between(self.root_M, M)
 
     def breakdown(self, pAp: jax.Array, rz: jax.Array) -> jax.Array:
         """Return the product that was not positive, in the user's units."""
@@ -78,7 +89,7 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     A, M = units.scaled(A, M)
     alpha = jnp.where(rr > aim.floor, trees.safe_ratio(rz, pAp), 0)
     r = trees.axpy(-alpha, s, r)
-    z = M(r)
+    z = r if M is None else M(r)
     w = A(z)
     rz_new, zAz, rr_new = space.dot((r, z), (z, w), (r, r))
 
@@ -95,8 +106,9 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
 
 def units_of(z: Any, M: Any, rz: jax.Array, zAz: jax.Array, rr: jax.Array) -> Units:
     """Return the units of a cycle from the products at its start, where ``z = M r``."""
-    unit = jnp.ones_like(rr) if M is None else 1 / size_of(z, rz, rr)
-    return Units(trees.power_of_two(rz / zAz / unit, z), unit)
+    size = jnp.ones_like(rr) if M is None else size_of(z, rz, rr)
+    length = rz / zAz * size
+    return Units(*(trees.power_of_two(jnp.sqrt(unit), z) for unit in (length, 1 / size)))
 
 
 def conjugate(beta: jax.Array, zAz: jax.Array, pAp: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,34 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from distsolve.linalg import arguments, derivative, driver, operators, trees
+from distsolve.linalg import least_squares, trees
 from distsolve.linalg.info import Info, Reason
-from distsolve.linalg.krylov import cg_classic
+from distsolve.linalg.least_squares import Aim, Problem
 from distsolve.linalg.space import Replicated, Sharded, Space
 
 # A step: as in `cg`, and a product with the adjoint. The two reductions are a norm in each space.
 COST = {"matvec": 1, "adjoint": 1, "reductions": 2, "agreements": 1, "vectors": 5}
-
-
-class Problem(NamedTuple):
-    """Minimise ``||A x - b||^2 + damp^2 ||x - x0||^2``."""
-
-    A: Any
-    adjoint: Any
-    damp: jax.Array
-    rows: Space  # of b
-    columns: Space  # of x
-
-    def decide(self, x):
-        """Return a value equal on all ranks, for one message or none."""
-        return (self.rows if self.rows.is_whole else self.columns).decide(x)
-
-
-class Aim(NamedTuple):
-    """What is to be reached, for ``||b||`` about 1; negative: nothing."""
-
-    residual: jax.Array  # of ||r||
-    normal: jax.Array  # of ||A^H r||, relative to ||A|| ||r||
 
 
 class State(NamedTuple):
@@ -60,9 +39,14 @@ class State(NamedTuple):
     zeta_bar: jax.Array  # its size is || A^H r ||
     estimate: "Estimate"
     norm: jax.Array  # of A
-    least: jax.Array  # extreme pivots: the condition of A
-    most: jax.Array
+    pivots: tuple[jax.Array, jax.Array]  # the extreme ones
     event: jax.Array
+
+    @property
+    def condition(self):
+        """An estimate of the condition of A; 1 before the first step."""
+        least, most = self.pivots
+        return jnp.where(most > 0, trees.safe_ratio(most, least), 1)
 
 
 class Estimate(NamedTuple):
@@ -102,8 +86,7 @@ def init(problem: Problem, r: Any, like: Any) -> State:
         zeta_bar=alpha * beta,
         estimate=Estimate(beta, beta, zero, one, zero, zero, zero),
         norm=alpha,
-        least=jnp.full_like(beta, jnp.inf),
-        most=zero,
+        pivots=(jnp.full_like(beta, jnp.inf), zero),
         event=jnp.full((), Reason.RUNNING, jnp.int32),
     )
 
@@ -125,7 +108,6 @@ def step(problem: Problem, aim: Aim, s: State) -> State:
     zeta, zeta_bar = c_bar * s.zeta_bar, -s_bar * s.zeta_bar
     estimate = _residual(s, (c_hat, s_hat), (cosine, sine), theta_bar, rho_bar, zeta)
     norm = jnp.hypot(jnp.hypot(s.norm, alpha), jnp.hypot(beta, problem.damp))
-    least, most = jnp.minimum(s.least, s.c_bar * rho), jnp.maximum(s.most, s.c_bar * rho)
 
     eps = jnp.finfo(norm.dtype).eps
     dependent = rho_bar <= eps * norm
@@ -141,7 +123,8 @@ def step(problem: Problem, aim: Aim, s: State) -> State:
     v = trees.scale(jnp.where(useful, _inverse(alpha), 0), v)
     h = trees.axpy(jnp.where(useful, -theta * _inverse(rho), 0), s.h, v)
     alpha, alpha_bar, zeta_bar = (jnp.where(useful, a, 0) for a in (alpha, alpha_bar, zeta_bar))
-    estimate = jax.tree.map(functools.partial(jnp.where, useful), estimate, s.estimate)
+    pivots = jnp.minimum(s.pivots[0], rho_bar), jnp.maximum(s.pivots[1], rho_bar)
+    keep = functools.partial(jax.tree.map, functools.partial(jnp.where, useful))
     return State(
         x=x,
         u=u,
@@ -156,10 +139,9 @@ def step(problem: Problem, aim: Aim, s: State) -> State:
         s_bar=s_bar,
         zeta=zeta,
         zeta_bar=zeta_bar,
-        estimate=estimate,
+        estimate=keep(estimate, s.estimate),
         norm=norm,
-        least=jnp.where(useful, least, s.least),
-        most=jnp.where(useful, most, s.most),
+        pivots=keep(pivots, s.pivots),
         event=event,
     )
 
@@ -208,3 +190,105 @@ def _quotient(a, b):
 
 def _inverse(a):
     return trees.safe_ratio(jnp.ones_like(a), a)
+
+
+METHOD = least_squares.Method("lsmr", init, step, COST)
+
+
+def lsmr(
+    A: Any,
+    b: Any,
+    x0: Any = None,
+    *,
+    adjoint: Any = None,
+    damp: ArrayLike = 0.0,
+    tol: ArrayLike = 1e-5,
+    atol: ArrayLike = 0.0,
+    maxiter: ArrayLike | None = None,
+    space: Space | None = None,
+    columns_space: Space | None = None,
+    args: tuple[Any, ...] = (),
+) -> tuple[Any, Info]:
+    """Solve a least-squares problem of any shape and rank by LSMR.
+
+    The equation is ``A^H (A x - b) + damp^2 (x - x0) = 0``: x minimises
+    ``||A x - b||^2 + damp^2 ||x - x0||^2``, over ``Re <x, y>``. Of all solutions it is the one
+    nearest to ``x0``.
+
+    Parameters
+    ----------
+    A : callable, (m, n) array, or object that supports ``@``
+        The operator, from vectors in ``columns_space`` to vectors in ``space``. A matrix, and a
+        function of whole vectors with results in pieces, are this rank's rows alone: the shares
+        that the ranks have of ``A^H u`` are summed here, so such a function needs no ``pvary``.
+    b : pytree, in ``space``
+        The right-hand side.
+    x0 : pytree, in ``columns_space``, optional
+        Where to start; zero by default. A function ``A`` without ``adjoint`` needs it to know what
+        to act on.
+    adjoint : callable, optional
+        ``u -> A^H u``, from this rank's rows where ``A`` has these. By default JAX transposes
+        ``A``.
+    damp : float
+        Weight of ``||x - x0||``.
+    tol, atol : float
+        Stop, as converged, at ``||b - A x|| <= max(tol ||b||, atol)``, or where the equation above
+        holds to ``tol ||A|| ||b - A x||``. With both 0, exactly ``maxiter`` steps are taken.
+    maxiter : int, optional
+        The most steps; ten times the global number of unknowns by default.
+    space : Space
+        Where ``b`` lives: `Sharded` by default, as each rank has its own rows.
+    columns_space : Space
+        Where ``x`` lives: `Replicated` by default.
+    args : tuple of pytrees of arrays
+        Data handed to ``A`` behind the vector.
+
+    Returns
+    -------
+    x : pytree, in ``columns_space``
+    info : Info
+        Why the solve ended, equal on all ranks. A problem without an exact solution converges with
+        a ``residual_norm`` above the ``threshold``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        While tracing, before any message is sent, for arguments that cannot work.
+
+    Notes
+    -----
+    Derivatives with respect to ``b``, ``args``, ``damp`` and all that ``A`` closes over cost one
+    solve of the normal equations by conjugate gradients each, forward and reverse.
+
+    Communication
+    -------------
+    One product with ``A``, one with its adjoint and one reduction in each space in each step. With
+    the default spaces: one small reduction, one of the size of ``x`` and one tiny message in which
+    the ranks agree.
+
+    References
+    ----------
+    Fong and Saunders (2011), doi:10.1137/10079687X.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from distsolve.linalg import lsmr
+    >>> x, info = lsmr(jnp.array([[1.0], [1.0]]), jnp.array([1.0, 3.0]))
+    >>> info.reason_name, float(x[0])
+    ('converged', 2.0)
+    """
+    return least_squares.drive(
+        METHOD,
+        A,
+        b,
+        x0,
+        adjoint=adjoint,
+        damp=damp,
+        tol=tol,
+        atol=atol,
+        maxiter=maxiter,
+        rows=Sharded() if space is None else space,
+        columns=Replicated() if columns_space is None else columns_space,
+        args=args,
+    )

@@ -1,0 +1,160 @@
+"""What holds for every solver of systems that need not be definite: one table of problems."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from linalg import problems
+from linalg.solves import check, layout, same_everywhere
+from spmd import agree, assert_allclose, ranks
+
+from distsolve.linalg import gmres, minres
+
+N = 16
+SOLVERS = {"minres": minres, "gmres": functools.partial(gmres, restart=20)}
+periodic, spd = problems.periodic_laplacian(N), problems.random_spd(N)
+shifted = spd.matrix - 20 * np.eye(N)
+PROBLEMS = {  # matrix, right-hand side, tolerance, reason
+    "zero_rhs": (shifted, np.zeros(N), 1e-10, "converged"),
+    "indefinite": (shifted, spd.b, 1e-10, "converged"),
+    "consistent_singular": (periodic.matrix, periodic.b, 1e-10, "converged"),
+    "inconsistent": (periodic.matrix, periodic.b + 1, 1e-10, "stagnated"),
+    "zero_operator": (np.zeros((N, N)), spd.b, 1e-10, "stagnated"),
+    "below_precision": (shifted, spd.b, 1e-30, "stagnated"),
+    "fixed_steps": (shifted, spd.b, 0.0, "fixed_steps"),
+    "fixed_steps_singular": (periodic.matrix, periodic.b, 0.0, "fixed_steps"),
+}
+
+
+@pytest.fixture(params=SOLVERS)
+def solver(request):
+    """Give each solver."""
+    return SOLVERS[request.param]
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_named_problems(solver, name):
+    A, b, tol, reason = PROBLEMS[name]
+    x, info = solver(A, b, tol=tol, maxiter=200)
+    same_everywhere(info)
+    want = np.linalg.lstsq(A, b, rcond=None)[0]
+    # A singular system leaves the null space open: compare what A makes of it.
+    check((A @ np.asarray(x), info), A @ want, reason, rtol=0, atol=1e-8)
+    assert_allclose(info.residual_norm, np.linalg.norm(b - A @ np.asarray(x)), atol=1e-13)
+    if name == "zero_rhs":
+        agree(int(info.iterations) == 0, info.message)
+
+
+@pytest.mark.parametrize("where", ["b", "A"])
+def test_scale_does_not_matter(solver, where):
+    A, b = shifted.astype(np.float32), spd.b.astype(np.float32)
+    want = np.linalg.solve(shifted, spd.b)
+    for factor in (np.float32(1e-25), np.float32(1e25)):
+        if where == "b":
+            x, info = solver(A, b * factor, tol=1e-5, maxiter=200)
+            x = np.asarray(x, float) / float(factor)
+        else:
+            x, info = solver(A * factor, b, tol=1e-5, maxiter=200)
+            x = np.asarray(x, float) * float(factor)
+        check((x, info), want, "converged", rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("where", ["uneven", "empty"])
+def test_pieces_give_what_the_whole_gives(solver, where):
+    space, mine = layout(where, N)
+    M = jnp.asarray(np.linspace(0.5, 2, N))
+    x, info = solver(
+        shifted[mine], spd.b[mine], tol=1e-11, maxiter=200, M=lambda p: M[mine] * p, space=space
+    )
+    same_everywhere(info)
+    check((x, info), np.linalg.solve(shifted, spd.b)[mine], "converged", rtol=0, atol=1e-9)
+    _, whole = solver(shifted, spd.b, tol=1e-11, maxiter=200, M=np.diag(M))
+    agree(abs(int(info.iterations) - int(whole.iterations)) <= 1, f"{info} {whole}")
+
+
+def test_nan_in_one_piece_ends_all(solver):
+    space, mine = layout("uneven", N)
+    diagonal = np.linspace(1, 2, N)
+    diagonal[-1] = np.nan
+    x, info = solver(lambda p: jnp.asarray(diagonal[mine]) * p, spd.b[mine], space=space)
+    same_everywhere(info)
+    agree(info.reason_name == "nonfinite" and int(info.iterations) == 0, info.message)
+    agree(bool(jnp.isfinite(x).all()), f"{x}")
+
+
+def test_nan_on_one_rank_at_the_third_step(solver):
+    system = problems.laplacian()
+    matrix = jnp.asarray(system.matrix)
+    last = ranks().rank == ranks().size - 1
+
+    def A(p):  # a delta spreads by one entry each step, so p[2] is nonzero from the third on
+        return jnp.where((p[2] != 0) & last, jnp.nan, matrix @ p)
+
+    x, info = solver(A, system.b)
+    same_everywhere(info)
+    agree(info.reason_name == "nonfinite" and int(info.iterations) == 2, info.message)
+    agree(bool(jnp.isfinite(x).all()) and float(x[0]) > 0, f"{x}")
+
+
+def test_start(solver):
+    want = np.linalg.solve(shifted, spd.b)
+    x, info = solver(shifted, spd.b, want, tol=1e-10, maxiter=200)
+    check((x, info), want, "converged")
+    agree(int(info.iterations) == 0, info.message)
+    check(solver(shifted, spd.b, spd.b, tol=1e-10, maxiter=200), want, "converged", rtol=1e-6)
+
+
+@pytest.mark.once
+def test_tree_of_real_and_complex_leaves(solver):
+    real, complex_ = problems.random_spd(6, seed=4), problems.random_spd(4, np.complex128, seed=5)
+    b = {"complex": complex_.b, "real": real.b.reshape(3, 2), "single": np.float32([1, 2])}
+
+    def A(p):
+        return {
+            "complex": -(jnp.asarray(complex_.matrix) @ p["complex"]),
+            "real": (real.matrix @ p["real"].ravel()).reshape(3, 2),
+            "single": p["single"] * jnp.asarray([1, -2], jnp.float32),
+        }
+
+    x, info = solver(A, b, tol=1e-6)
+    agree(bool(info.converged), info.message)
+    assert_allclose(x["real"], real.x.reshape(3, 2), rtol=1e-3, atol=1e-4)
+    assert_allclose(x["complex"], -complex_.x, rtol=1e-3, atol=1e-4)
+    agree(all(jax.tree.leaves(jax.tree.map(lambda u, v: u.dtype == v.dtype, x, b))), f"{x}")
+
+
+@pytest.mark.parametrize("dtype", [np.float64, pytest.param(np.complex128, marks=pytest.mark.once)])
+def test_derivatives(solver, dtype):
+    symmetric = solver is minres
+    random = np.random.default_rng(8)
+
+    def draw(*shape):
+        entries = random.standard_normal(shape)
+        imaginary = random.standard_normal(shape) * np.issubdtype(dtype, np.complexfloating)
+        return jnp.asarray((entries + 1j * imaginary).astype(dtype))
+
+    A = jnp.asarray(problems.random_spd(6, dtype).matrix - 20 * np.eye(6), dtype)
+    A = A if symmetric else A + draw(6, 6)
+    dA = draw(6, 6)
+    point, move = (A, draw(6)), (dA + dA.conj().T if symmetric else dA, draw(6))
+    solve = jax.jit(lambda A, b: solver(A, b, tol=1e-13)[0])
+    x, t_x = jax.jvp(solve, point, move)
+    assert_allclose(t_x, np.linalg.solve(A, move[1] - move[0] @ x), rtol=1e-8)
+    # JAX pairs cotangents without conjugation: A^T u = ct, and the cotangent of A is -u x^T.
+    _, pull = jax.vjp(solve, *point)
+    cotangent = draw(6)
+    ct_A, ct_b = pull(cotangent)
+    u = np.linalg.solve(np.asarray(A).T, cotangent)
+    assert_allclose(ct_b, u, rtol=1e-8)
+    if not symmetric:
+        assert_allclose(ct_A, -np.outer(u, x), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.once
+def test_a_stack_of_columns_is_one_solve(solver):
+    b = np.stack([spd.b, np.roll(spd.b, 1)], axis=1)
+    x, info = solver(shifted, b, tol=1e-10, maxiter=200)
+    assert_allclose(x, np.linalg.solve(shifted, b), rtol=1e-6)
+    agree(bool(info.converged.all()), f"{info}")

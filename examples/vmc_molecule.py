@@ -3,8 +3,9 @@
     mpiexec -n 2 python examples/vmc_molecule.py examples/molecules/h2.xyz
 
 The XYZ file is in angstrom, energies are in hartree. The walkers are split over the ranks; the
-parameters are optimised by stochastic reconfiguration with `distsolve.cg`; the last line gives the
-energy, its standard error and, where the file states it, the exact value.
+parameters are optimised by stochastic reconfiguration with `distsolve.natural_gradient`, by the
+method that ``--method`` names; the last line gives the energy, its standard error and, where the
+file states it, the exact value.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from vmc.wavefunction import initial_parameters, log_psi
 from vmc.xyz import Molecule, MoleculeError, read_xyz
 
 import distsolve.mpi as mpi
+from distsolve import plan
+from distsolve.linalg import UpdateInfo
 
 MEASUREMENTS = 20  # per walker between two updates of the second progress bar
 
@@ -50,6 +53,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=_positive, help="optimisation steps (300)")
     parser.add_argument("--walkers", type=_positive, help="walkers on all ranks together (2000)")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers (0)")
+    parser.add_argument(
+        "--method",
+        choices=["cg", "dense", "kernel", "auto"],
+        default="cg",
+        help="how the linear systems are solved (cg); auto shows its plan",
+    )
     parser.add_argument("--charge", type=int, help="total charge, instead of the file's")
     parser.add_argument("--output", type=Path, help="PNG (FILE's name with _convergence.png)")
     parser.add_argument("--quick", action="store_true", help="20 steps of 200 walkers, for a test")
@@ -133,11 +142,26 @@ def optimise(state: optimizer.State, improve, steps: int) -> tuple[optimizer.Sta
                 else 1
             )
         bar.set_postfix_str(
-            f"E = {report.energy:.5f} +- {report.error:.5f} Ha, CG {int(report.cg_iterations)}, "
+            f"E = {report.energy:.5f} +- {report.error:.5f} Ha, {solver(report.update)}, "
             f"accepted {float(report.acceptance):.0%}",
             refresh=False,
         )
     return state, np.array(history)
+
+
+def solver(update: UpdateInfo) -> str:
+    """The method of a step in a few words.
+
+    Parameters
+    ----------
+    update : UpdateInfo
+        The report of the solve.
+
+    Returns
+    -------
+    str
+    """
+    return update.method if update.solve is None else f"CG {int(update.solve.iterations)}"
 
 
 def evaluate(state: optimizer.State, extend, measurements: int) -> tuple[float, float]:
@@ -183,11 +207,17 @@ def main(arguments: list[str] | None = None) -> None:
     theta, unravel = ravel_pytree(parameters)
     physics = {"log_psi": lambda theta, x: log_psi(unravel(theta), x, molecule)}
     physics["molecule"] = molecule
+    shares = [share(options.walkers, rank, mpi.size()) for rank in range(mpi.size())]
     walkers = jax.jit(initial_walkers, static_argnums=(1, 2))(
-        walker_key, molecule, share(options.walkers, mpi.rank(), mpi.size())
+        walker_key, molecule, shares[mpi.rank()]
     )
+    if options.method == "auto":  # measured here: inside jit nothing may be sent
+        table = str(plan(options.walkers, theta.size, iterations=optimizer.CG_ITERATIONS))
+        if mpi.rank() == 0:
+            print(table, flush=True)
     state = jax.jit(partial(optimizer.start, **physics))(theta, walkers)
-    improve = jax.jit(partial(optimizer.improve, **physics), donate_argnums=0)
+    solving = {"method": options.method, "counts": tuple(map(len, shares))}
+    improve = jax.jit(partial(optimizer.improve, **physics, **solving), donate_argnums=0)
     extend = jax.jit(partial(estimate.extend, **physics, n_measurements=MEASUREMENTS))
 
     state, history = optimise(state, improve, options.steps)

@@ -23,7 +23,16 @@ from distsolve import mpi
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-REFERENCE = ("primitives.md", "spaces.md", "solver.md")
+REFERENCE = (
+    "primitives.md",
+    "spaces.md",
+    "jacobians.md",
+    "natural-gradient.md",
+    "solver.md",
+    "krylov.md",
+    "preconditioners.md",
+    "sparse.md",
+)
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
 BLOCK = re.compile(r"^(?:<!-- (.+?) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")

@@ -8,12 +8,16 @@ from distsolve.linalg.krylov.cg import cg
 from distsolve.linalg.krylov.gmres import gmres
 from distsolve.linalg.krylov.lsmr import lsmr
 from distsolve.linalg.krylov.minres import minres
+from distsolve.linalg.mesh import MeshAxis
+from distsolve.linalg.natural_gradient import natural_gradient
 from distsolve.linalg.nystrom import Nystrom, nystrom
+from distsolve.linalg.plan import Plan, plan
 from distsolve.linalg.preconditioners import block_jacobi, jacobi
 from distsolve.linalg.reductions import covariance, mean, norm, var, vdot, weighted_mean
 from distsolve.linalg.replication import check_replicated
-from distsolve.linalg.space import MeshAxis, Replicated, Sharded
+from distsolve.linalg.space import Replicated, Sharded
 from distsolve.linalg.sparse import DistributedCSR
+from distsolve.linalg.update import UpdateInfo
 
 __all__ = [
     "DistributedCSR",
@@ -22,10 +26,12 @@ __all__ = [
     "Info",
     "MeshAxis",
     "Nystrom",
+    "Plan",
     "Reason",
     "Replicated",
     "Sharded",
     "SolveError",
+    "UpdateInfo",
     "block_jacobi",
     "center",
     "cg",
@@ -37,8 +43,10 @@ __all__ = [
     "lsmr",
     "mean",
     "minres",
+    "natural_gradient",
     "norm",
     "nystrom",
+    "plan",
     "var",
     "vdot",
     "weighted_mean",

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distsolve.linalg.space import Replicated, Space
+
 
 def as_vector(b):
     """Return ``b`` with arrays as leaves; raise unless all of them are real or complex floats."""
@@ -102,6 +104,26 @@ def callback(value):
     if value is not None and not callable(value):
         raise TypeError(
             f"`callback` must be a function of (iteration, residual_norm): got {value!r}."
+        )
+    return value
+
+
+def space(value):
+    """Return the space that vectors live in, `Replicated` on the world by default."""
+    if value is not None and not isinstance(value, Space):
+        raise TypeError(
+            f"`space` must be a Replicated, Sharded or MeshAxis: got {value!r}. Vectors that every "
+            "rank holds whole are Replicated(), the default; pieces are Sharded()."
+        )
+    return Replicated() if value is None else value
+
+
+def data(value):
+    """Return the arrays that are handed to ``A``, a tuple."""
+    if not isinstance(value, tuple):
+        raise TypeError(
+            f"`args` must be a tuple of what `A` takes behind the vector: got "
+            f"{type(value).__name__}. Pass for example args=(data,)."
         )
     return value
 

@@ -47,9 +47,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from distsolve.linalg import arguments, derivative, operators, trees
+from distsolve.linalg import arguments, derivative, operators, ritz, trees
 from distsolve.linalg.info import Reason
-from distsolve.linalg.krylov import ritz
 from distsolve.linalg.loop import Limits, Seen, Stop, Watch, report
 
 
@@ -120,7 +119,7 @@ def drive(
         columns = functools.partial(drive, method, A, args=args, **options)
         return jax.vmap(columns, in_axes=(1, None if x0 is None else 1), out_axes=(1, 0))(b, x0)
     wanted = Watch(arguments.history(history), bool(progress), arguments.callback(callback))
-    A_program, A_consts = _trace("A", A, b, space, args)
+    A_program, A_consts = _trace("A", A, b, space, arguments.data(args))
     M_program, M_consts = (None, []) if M is None else _trace("M", M, b, space)
     if method.run is not None:
         A_program, A_consts = operators.hold(A)

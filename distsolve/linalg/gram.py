@@ -108,18 +108,30 @@ class SRMatrix:
         -------------
         One message.
         """
+        U, quadratic, total = self.undamped_product(V, extra)
+        return *self.damped(V, U, quadratic), total
+
+    def undamped_product(
+        self, V: jax.Array, extra: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return what `product` does for C, the matrix without damping; one message."""
         self._check(V)
         k, P = V.shape
         here = jnp.asarray(self._weight_here(), self.real_dtype)
         tail = jnp.concatenate([here[None], extra])
-        summed = self.rows.sum(self._local(V, tail))
+        summed = self.rows.sum(self._local(self.rows.enter(V), tail))
         U, norms, rest = gram_product.unpack(summed, k, P, V.dtype)
         N = safe(rest[0])
         U = self._finish(U, rest[len(tail) :]) / N.astype(V.dtype)
-        damping = jnp.broadcast_to(self._damping(self.diagonal), (P,))[None]
+        return U, norms / N, rest[1 : len(tail)]
+
+    def damped(
+        self, V: jax.Array, U: jax.Array, quadratic: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return ``S V`` and ``V^H S V`` from ``C V`` and ``V^H C V``; no communication."""
+        damping = jnp.broadcast_to(self._damping(self.diagonal), V.shape[1:])[None]
         squares = V.real**2 + V.imag**2 if jnp.iscomplexobj(V) else V**2
-        damped = U + damping.astype(V.dtype) * V
-        return damped, norms / N + jnp.sum(damping * squares, 1), rest[1 : len(tail)]
+        return U + damping.astype(V.dtype) * V, quadratic + jnp.sum(damping * squares, 1)
 
     def __matmul__(self, v: Any) -> Any:
         """Return ``S v``, for ``v`` (P,) or a pytree of P numbers in the order of its leaves.
@@ -152,23 +164,27 @@ class SRMatrix:
 
         A real ``dtype`` for complex ``J`` gives ``Re(J^H J)``; by default the dtype of ``J``.
 
-        Communication: one `sum` of P^2 + 1 numbers.
+        Communication: one `sum_symmetric` of the matrix, in place, and one number.
         """
         dtype = jnp.dtype(self.dtype if dtype is None else dtype)
-
-        def add(H, J, weights):
-            real = jnp.iscomplexobj(J) and not jnp.issubdtype(dtype, jnp.complexfloating)
-            for part in [J.real, J.imag] if real else [J]:
-                weighted = part * weights[:, None].astype(part.dtype)
-                contract = (((0,), (0,)), ((), ()))
-                H = H + jax.lax.dot_general(part.conj(), weighted, contract, precision=HIGHEST)
-            return H
-
-        H = self._fold(add, jnp.zeros((self.size, self.size), dtype))
-        H, N = self.rows.sum((H, jnp.asarray(self._weight_here(), dtype)))
+        H = self.rows.sum_symmetric(self.dense_here(dtype))
+        N = self.rows.sum(jnp.asarray(self._weight_here(), dtype))
         damping = jnp.broadcast_to(self._damping(self.diagonal), (self.size,))
         diagonal = jnp.arange(self.size)
         return (H / safe(N)).at[diagonal, diagonal].add(damping.astype(dtype))
+
+    def dense_here(self, dtype: Any) -> jax.Array:
+        """Return this rank's part ``J^H w J`` of N C, for vectors of ``dtype``: (P, P), sharded."""
+        real_vectors = not jnp.issubdtype(dtype, jnp.complexfloating)
+
+        def add(H, J, weights):
+            if jnp.iscomplexobj(J) and real_vectors:  # one product: H exists once
+                J, weights = jnp.concatenate([J.real, J.imag]), jnp.concatenate([weights, weights])
+            weighted = J * weights[:, None].astype(J.dtype)
+            contract = (((0,), (0,)), ((), ()))
+            return H + jax.lax.dot_general(J.conj(), weighted, contract, precision=HIGHEST)
+
+        return self._fold(add, jnp.zeros((self.size, self.size), dtype))
 
     @property
     def dtype(self) -> Any:

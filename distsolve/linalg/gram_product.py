@@ -77,7 +77,7 @@ def plain(J, V, weights, tail):
     """Compute the same in XLA's operations."""
     real_vectors = jnp.iscomplexobj(J) and not jnp.iscomplexobj(V)
     parts = [J.real, J.imag] if real_vectors else [J]
-    U, norms = 0.0, 0.0
+    U, norms = jnp.zeros_like(V), jnp.zeros(len(V), tail.dtype)
     for part in parts:
         W = rows_times(part, V)
         squares = W.real**2 + W.imag**2 if jnp.iscomplexobj(W) else W**2

@@ -246,6 +246,7 @@ def check_mode(log_psi, params, samples, mode):
             " leaves. Give a complex parameter as its real and imaginary part, and convert floats "
             "of other widths."
         )
+    count(samples)
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), samples)
     out = jax.eval_shape(log_psi, params, one)
     if getattr(out, "shape", None) != ():

@@ -288,8 +288,8 @@ def _open(problem, b, r, x0, stop):
     if maxiter is None:
         size = jnp.asarray(problem.columns.size(x0), dtype)
         maxiter = jnp.minimum(10 * size, 2.0**30).astype(jnp.int32)
-    inputs = stop.tol, stop.atol, stop.damp, maxiter >> 15, maxiter & 0x7FFF
-    inputs = jnp.stack([n.astype(dtype) for n in inputs])
+    numbers = stop.tol, stop.atol, stop.damp, maxiter >> 15, maxiter & 0x7FFF
+    inputs = jnp.stack([n.astype(dtype) for n in numbers])
     norms, (tol, atol, damp, high, low), _ = problem.rows.open((b, r), inputs, stop.here)
     maxiter = (high.astype(jnp.int32) << 15) + low.astype(jnp.int32)
     threshold, fixed = jnp.maximum(tol * norms[0], atol), (tol == 0) & (atol == 0)

@@ -286,7 +286,7 @@ def _estimate(M, w, Aw, squares):
     upper = jnp.max(trees.safe_ratio(second, first))
     g_mean, z_mean = trees.safe_ratio(first, squares)
     lower = jnp.where(alive, z_mean, g_mean)
-    sound = jnp.all(jnp.isfinite(second)) & (lower > 0)
+    sound = jnp.all(jnp.isfinite(second)) & (lower > 0) & (tail > 0)
     ratio = jnp.where(sound, trees.safe_ratio(upper, lower), jnp.full_like(lower, jnp.inf))
     nothing = ~alive & (second[0] == 0)  # a zero operator then and now
     return M.space.decide(jnp.where(nothing, 1, jnp.maximum(ratio, 1)))

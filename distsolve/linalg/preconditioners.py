@@ -291,7 +291,7 @@ def _cut_sparse(matrix, whole, s):
     inside = (row // s == column // s) & (row < whole)
     row, column, value = row[inside], column[inside], value[inside]
     blocks = np.zeros((whole // s, s, s), entries.dtype)
-    np.add.at(blocks, (row // s, row % s, column % s), value)  # COO may name an entry twice
+    np.add.at(blocks, (row // s, row % s, column % s), value)  # an entry may occur twice
     return jnp.asarray(blocks)
 
 

@@ -45,7 +45,7 @@ class Space:
 
         Communication: one `sum`, as the squares travel sorted by magnitude.
         """
-        return trees.norm_of_bins(self.sum(trees.square_bins(x)))
+        return trees.norm_of_bins(self.sum(trees.square_bins(trees.norm(x))))
 
     def open(
         self, vectors: Sequence[Any], inputs: jax.Array, here: jax.Array | None = None
@@ -60,7 +60,7 @@ class Space:
         Communication: one message in all.
         """
         here = self.rank_zero() if here is None else here
-        bins = [trees.square_bins(x) for x in vectors]
+        bins = [trees.square_bins(trees.norm(x)) for x in vectors]
         # Not a product with 0: infinity may be an input.
         decided = jnp.where(here, inputs, jnp.zeros_like(inputs))
         digits = trees.size_digits(vectors[0], inputs.dtype)
@@ -106,7 +106,7 @@ class Space:
     def messages(self, method: str) -> int:
         """Return how many messages a call of the method with this name takes."""
         sends = {"dot", "project", "norm", "open", "size", "begin"}
-        sends |= {"sum", "agree", "gather", "offset", "assemble"}
+        sends |= {"sum", "sum_symmetric", "agree", "gather", "offset", "assemble"}
         return int(method in sends and self.ranks() > 1)
 
     def ranks(self) -> int:
@@ -123,6 +123,19 @@ class Space:
         Communication: one message for each dtype.
         """
         raise NotImplementedError
+
+    def enter(self, x: Any) -> Any:
+        """Return ``x``, a replicated value that the ranks now use on their own pieces.
+
+        Its cotangent is the sum of what the ranks give back.
+
+        Communication: none; in reverse one `sum`.
+        """
+        return x
+
+    def sum_symmetric(self, H: jax.Array) -> jax.Array:
+        """Return the `sum` of symmetric or Hermitian matrices (n, n). One message."""
+        return self.sum(H)
 
     def agree(self, x: jax.Array) -> jax.Array:
         """Return the entrywise maximum of ``x`` over the ranks, equal on all of them.
@@ -189,7 +202,7 @@ class _OnRanks(Space):
         return (
             x
             if mpi.size(self.comm) == 1
-            else mpi.allreduce(_nan_as_inf(x), mpi.MAX, comm=self.comm)
+            else mpi.allreduce(trees.nan_as_inf(x), mpi.MAX, comm=self.comm)
         )
 
 
@@ -210,6 +223,10 @@ class Replicated(_OnRanks):
     """
 
     is_whole = True
+
+    def norm(self, x: Any) -> jax.Array:
+        """Return the 2-norm, as `Space.norm`. Communication: none."""
+        return trees.norm(x)
 
     def sum(self, x: Any) -> Any:
         """Return ``x``: a vector has one piece. Communication: none."""
@@ -263,8 +280,7 @@ class Sharded(_OnRanks):
     Parameters
     ----------
     comm : mpi4py intracommunicator, optional
-        The ranks that hold the pieces; the world by default. The first use of a communicator
-        duplicates it once, which is collective.
+        The ranks that hold the pieces; the world by default.
 
     Communication
     -------------
@@ -286,6 +302,14 @@ class Sharded(_OnRanks):
     def sum(self, x: Any) -> Any:
         """Return the sum of a pytree over the ranks. One allreduce for each dtype."""
         return x if self.ranks() == 1 else mpi.allreduce(x, comm=self.comm)
+
+    def enter(self, x: Any) -> Any:
+        """Return ``x``; see `Space.enter`. Communication: none; in reverse one allreduce."""
+        return x if self.ranks() == 1 else mpi.pvary(x, comm=self.comm)
+
+    def sum_symmetric(self, H: jax.Array) -> jax.Array:
+        """Return the sum of symmetric matrices, in place, by half their bytes. One message."""
+        return H if self.ranks() == 1 else mpi.allreduce_symmetric(H, comm=self.comm)
 
     def begin(self, pairs: Sequence[tuple[Any, Any]], through: Any) -> tuple[Any, Any]:
         """Start the `dot` of ``pairs``; see `Space.begin`. One iallreduce; none at one rank."""
@@ -312,6 +336,19 @@ class Sharded(_OnRanks):
         """Return the number of this rank; no communication."""
         return mpi.rank(self.comm)
 
+    def counts(self, n: int) -> tuple[int, ...]:
+        """Return the ``n`` of every rank, as Python ints for programs to be built on.
+
+        Not inside `jax.jit`: what a program is built on must be known while tracing, and nothing is
+        sent then. Communication: one allgather; none at one rank.
+        """
+        counts = [n] if self.ranks() == 1 else self.gather(jnp.asarray(n, jnp.int32))
+        if isinstance(counts, jax.core.Tracer):
+            raise ValueError(
+                "`counts` sends a message: call it outside jax.jit, and close over it."
+            )
+        return tuple(map(int, counts))
+
     def exchange(
         self, x: jax.Array, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> jax.Array:
@@ -333,68 +370,6 @@ class Sharded(_OnRanks):
         return mpi.alltoallv(x, send_counts, recv_counts, comm=self.comm)
 
 
-class MeshAxis(Space):
-    """Vectors of which every device of a mesh axis holds a piece, inside `jax.shard_map`.
-
-    The same products as `Sharded`, on JAX's own collectives and without MPI.
-
-    Parameters
-    ----------
-    name : str or tuple of str
-        The axis, or axes, over which the vectors are split.
-
-    Communication
-    -------------
-    One psum for each `dot` of any number of pairs, `norm` and `sum`.
-    """
-
-    def __init__(self, name: str | tuple[str, ...]) -> None:
-        self.name = tuple(name) if isinstance(name, list) else name
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MeshAxis) and self.name == other.name
-
-    def __hash__(self) -> int:
-        return hash((MeshAxis, self.name))
-
-    def __repr__(self) -> str:
-        return f"MeshAxis({self.name!r})"
-
-    def ranks(self) -> int:
-        """Return the number of devices along the axis; no communication."""
-        return jax.lax.axis_size(self.name)
-
-    def rank_zero(self) -> jax.Array:
-        """Return whether this is the first device of the axis, as a scalar; no communication."""
-        return jax.lax.axis_index(self.name) == 0
-
-    def sum(self, x: Any) -> Any:
-        """Return the sum of a pytree over the axis, replicated. One psum."""
-        return jax.lax.psum(x, self.name)
-
-    def agree(self, x: jax.Array) -> jax.Array:
-        """Return the entrywise maximum of ``x`` over the axis; NaN counts as infinity. One pmax."""
-        return jax.lax.pmax(_nan_as_inf(x), self.name)
-
-    def gather(self, x: jax.Array) -> jax.Array:
-        """Return ``x`` of every device: (devices, *shape) replicated. One psum."""
-        # A sum of rows rather than an all_gather, because JAX takes its result as replicated.
-        rows = jnp.zeros((self.ranks(), *x.shape), x.dtype)
-        return self.sum(rows.at[jax.lax.axis_index(self.name)].set(x))
-
-    def offset(self, n: int) -> jax.Array:
-        """Return how many entries are on the devices before this one. One psum."""
-        counts = self.gather(jnp.asarray(n, jnp.int32))
-        before = jnp.arange(self.ranks()) < jax.lax.axis_index(self.name)
-        return jnp.sum(jnp.where(before, counts, 0), dtype=jnp.int32)
-
-
 def _dots(pairs: Sequence[tuple[Any, Any]]) -> jax.Array:
     """Return this rank's part of ``Re <x, y>`` of each pair, stacked: (k,)."""
     return jnp.stack([trees.vdot(x, y) for x, y in pairs])
-
-
-def _nan_as_inf(x: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return jnp.where(jnp.isnan(x), jnp.full_like(x, jnp.inf), x)

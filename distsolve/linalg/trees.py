@@ -149,33 +149,33 @@ def max_abs(x):
 
 def norm(x):
     """Return the 2-norm, safe against overflow and underflow of the squares."""
-    return norm_of_bins(square_bins(x))
-
-
-def square_bins(x):
-    """Return the sums of the squares of large, middling and small entries, scaled: (3,).
-
-    They add up over pieces of a vector as they are, so a norm over many ranks needs no second
-    message to agree on a scale. No square of a scaled entry overflows or vanishes; NaN counts as
-    middling, infinity as large. The bounds are those of Blue (1978), doi:10.1145/355769.355771, as
-    in Anderson (2017), doi:10.1145/3061665.
-    """
-    dtype = scalar_dtype(x)
-    small, large, scales = _bounds(dtype)
-    bins = [jnp.zeros((), dtype)] * 3
+    largest = max_abs(x)
+    unit = power_of_two(largest, largest)
+    total = jnp.zeros_like(unit)
     for part in real_parts(x):
-        part = part.astype(dtype)
-        size = jnp.abs(part)
-        is_large, is_small = size > large, size < small
-        members = is_large, ~(is_large | is_small), is_small
-        for i, (member, scale) in enumerate(zip(members, scales, strict=True)):
-            # Scaled before it is selected: XLA makes (x s) (x s) into x x (s s), which overflows.
-            bins[i] = bins[i] + jnp.sum(jnp.square(jnp.where(member, part * scale, 0)))
-    return jnp.stack(bins)
+        part = part.ravel().astype(unit.dtype) * (1 / unit)
+        total = total + jnp.vdot(part, part, precision=HIGHEST)
+    return unit * _sqrt(total)
+
+
+def square_bins(size):
+    """Return the square of a norm as large, middling and small, of which two are 0: (3,).
+
+    Scaled so that none overflows or vanishes, squares of the norms of pieces add up as they are,
+    and the ranks need no second message to agree on a scale. NaN counts as middling, infinity as
+    large. The bounds are those of Blue (1978), doi:10.1145/355769.355771, as in Anderson (2017),
+    doi:10.1145/3061665.
+    """
+    small, large, scales = _bounds(size.dtype)
+    is_large, is_small = size > large, size < small
+    members = is_large, ~(is_large | is_small), is_small
+    # Scaled before it is selected: XLA makes (x s) (x s) into x x (s s), which overflows.
+    parts = [jnp.where(m, size * scale, 0) for m, scale in zip(members, scales, strict=True)]
+    return jnp.square(jnp.stack(parts))
 
 
 def norm_of_bins(bins):
-    """Return the 2-norm of the vector whose `square_bins`, added up, are ``bins``."""
+    """Return the 2-norm of a vector from the sum of the `square_bins` of its pieces' norms."""
     _, _, scales = _bounds(bins.dtype)
     parts = _sqrt(bins) / jnp.asarray(scales, bins.dtype)
     unit = power_of_two(jnp.max(parts), parts)
@@ -230,6 +230,13 @@ def power_of_two(value, x):
     exponent_bits = jax.lax.bitcast_convert_type(jnp.full_like(value, jnp.inf), integer)
     bits = jax.lax.bitcast_convert_type(value, integer) & exponent_bits
     return jax.lax.bitcast_convert_type(bits, value.dtype)
+
+
+def nan_as_inf(x):
+    """Return an array with infinity for NaN, which no comparison holds for."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jnp.where(jnp.isnan(x), jnp.full_like(x, jnp.inf), x)
 
 
 def safe_ratio(numerator, denominator):

@@ -15,7 +15,7 @@ from distsolve.mpi import lifecycle
 from distsolve.mpi._jaxcompat import wait_for_ordered
 from distsolve.mpi.arguments import MAX_CHUNK, check_chunk
 from distsolve.mpi.library import load
-from distsolve.mpi.native import abi
+from distsolve.mpi.native import abi, nonblocking
 
 _MIB = 1 << 20
 # On one node a chunk must fit in cache: 4 MiB was the fastest of 32 KiB to 4 MiB at 2 ranks.
@@ -138,8 +138,9 @@ def _forget(comm: Any, keyval: int, record: Comm) -> None:
     """Called by MPI while the user frees a communicator: free is collective, and so is this."""
     try:
         wait_for_ordered()
+        nonblocking.complete_all(record.id)
     except Exception:
-        traceback.print_exc()  # whoever waits for that program is told, too
+        traceback.print_exc()  # whoever waits for a failed program is told, too
     abi.remove_comm(record.id)
     _default_chunks.pop(record.id, None)
     _executables.pop(record.id, None)

@@ -4,7 +4,8 @@
 
 `J` (n, P) holds the derivatives of ``log |psi|`` at the n walkers of this rank and `e` (n,) their
 local energies, both minus their means over all N walkers; P parameters. `theta`, `d` and `f` are
-replicated. References: Sorella, Phys. Rev. Lett. 80, 4558 (1998), doi:10.1103/PhysRevLett.80.4558.
+replicated. `distsolve.natural_gradient` solves it, by any of its methods. Reference: Sorella, Phys.
+Rev. Lett. 80, 4558 (1998), doi:10.1103/PhysRevLett.80.4558.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-import distsolve
 import distsolve.mpi as mpi
+from distsolve import center, jacobian, natural_gradient
+from distsolve.linalg import UpdateInfo
 
 from .hamiltonian import local_energy
 from .sampler import Walkers, metropolis
@@ -28,6 +30,7 @@ CLIP = 5.0  # mean absolute deviations; beyond it a local energy counts as that 
 LARGEST_CHANGE = 0.03  # of d^T S d rate^2: the squared distance between two wave functions
 CG_TOLERANCE = 1e-3
 CG_ITERATIONS = 100
+CHUNK = 256  # walkers whose derivatives are taken at a time
 
 
 class State(NamedTuple):
@@ -36,7 +39,7 @@ class State(NamedTuple):
     theta: jax.Array  # (P,) parameters
     walkers: Walkers  # of this rank
     step: jax.Array  # width of a Metropolis move, in bohr
-    direction: jax.Array  # (P,) the last solution, where CG starts
+    direction: jax.Array  # (P,) the last solution, where cg starts
     energy: jax.Array  # the last mean energy, in hartree
     deviation: jax.Array  # the last mean absolute deviation from it
 
@@ -48,8 +51,7 @@ class Report(NamedTuple):
     error: jax.Array  # its standard error; walkers are independent
     variance: jax.Array  # of the local energy
     acceptance: jax.Array
-    cg_iterations: jax.Array
-    cg_converged: jax.Array
+    update: UpdateInfo  # how the system was solved
 
 
 def schedule(k: int, steps: int) -> tuple[float, float]:
@@ -116,6 +118,9 @@ def improve(
     *,
     log_psi: Callable,
     molecule: Molecule,
+    counts: tuple[int, ...],
+    method: str = "cg",
+    tolerance: float = CG_TOLERANCE,
     n_moves: int = 20,
 ) -> tuple[State, Report]:
     """One step of SR: sample, measure, solve, change the parameters.
@@ -130,6 +135,12 @@ def improve(
         ``log_psi(theta, x)``.
     molecule : Molecule
         The nuclei.
+    counts : tuple of int
+        Walkers on each rank.
+    method : {"auto", "cg", "dense", "kernel"}
+        Of `distsolve.natural_gradient`.
+    tolerance : float
+        Of cg.
     n_moves : int
         Metropolis moves before the measurement.
 
@@ -141,20 +152,26 @@ def improve(
 
     Notes
     -----
-    Communication: one message of 2 P + 6 numbers for all averages, then one of P numbers per
-    product with S: each CG iteration and the residual of the warm start.
+    Communication: one message of 6 numbers for the averages, one of P + 1 to centre J, those of
+    the solver, and one number.
     """
     psi = partial(log_psi, state.theta)
     walkers, accepted = metropolis(psi, state.walkers, state.step, n_moves)
     energies = jax.vmap(lambda x: local_energy(psi, x, molecule))(walkers.x)
-    J = jax.vmap(jax.grad(log_psi), in_axes=(None, 0))(state.theta, walkers.x)
-    means = averages(energies, J, accepted, state.energy, state.deviation)
-    S = sr_matrix(J - means["J"], means["count"], shift)
-    d, info = distsolve.cg(
-        S, means["force"], x0=state.direction, tol=CG_TOLERANCE, maxiter=CG_ITERATIONS
+    clipped, means = averages(energies, accepted, state.energy, state.deviation)
+    J = center(jacobian(log_psi, state.theta, walkers.x, chunk_size=CHUNK))
+    d, info = natural_gradient(
+        J,
+        clipped,
+        shift=shift,
+        method=method,
+        x0=state.direction,
+        counts=counts,
+        tol=tolerance,
+        maxiter=CG_ITERATIONS,
     )
     # d^T f = d^T S d up to the residual: how far this step would move the wave function.
-    length = jnp.abs(d @ means["force"])
+    length = jnp.abs(mpi.allreduce((J @ d) @ clipped)) / means["count"]
     rate = jnp.minimum(rate, jnp.sqrt(LARGEST_CHANGE / (length + jnp.finfo(d.dtype).tiny)))
     state = State(
         theta=state.theta - rate * d,
@@ -168,8 +185,8 @@ def improve(
 
 
 def averages(
-    energies: jax.Array, J: jax.Array, accepted: jax.Array, centre: jax.Array, deviation: jax.Array
-) -> dict:
+    energies: jax.Array, accepted: jax.Array, centre: jax.Array, deviation: jax.Array
+) -> tuple[jax.Array, dict]:
     """Means over the walkers of all ranks, from sums that travel in one message.
 
     Sums and the count are added over ranks, so ranks may hold different numbers of walkers.
@@ -178,8 +195,6 @@ def averages(
     ----------
     energies : (n,) array
         Local energies on this rank.
-    J : (n, P) array
-        Log-derivatives on this rank, not centred.
     accepted : (n,) array
         Accepted fractions on this rank.
     centre, deviation : scalars
@@ -188,9 +203,10 @@ def averages(
 
     Returns
     -------
-    dict
-        ``count``, ``energy``, ``variance``, ``deviation``, ``accepted`` and the vectors ``J``
-        and ``force`` (covariance of the clipped energy with J); replicated.
+    clipped : (n,) array
+        The clipped energies on this rank, minus their mean.
+    means : dict
+        ``count``, ``energy``, ``variance``, ``deviation`` and ``accepted``; replicated.
     """
     e = energies - centre
     clipped = jnp.clip(e, -CLIP * deviation, CLIP * deviation)
@@ -201,46 +217,17 @@ def averages(
         "abs": jnp.sum(jnp.abs(e)),
         "clipped": jnp.sum(clipped),
         "accepted": jnp.sum(accepted),
-        "J": jnp.sum(J, axis=0),
-        "cJ": clipped @ J,
     }
     sums = mpi.allreduce(sums)
     count = sums["count"]
     mean = {name: value / count for name, value in sums.items()}
-    return {
+    return clipped - mean["clipped"], {
         "count": count,
         "energy": centre + mean["e"],
         "variance": mean["e2"] - mean["e"] ** 2,
         "deviation": mean["abs"],
         "accepted": mean["accepted"],
-        "J": mean["J"],
-        "force": mean["cJ"] - mean["clipped"] * mean["J"],
     }
-
-
-def sr_matrix(J: jax.Array, count: jax.Array, shift: jax.Array) -> Callable:
-    """Multiply by ``S = J^T J / N + shift`` with one allreduce and no transpose of J.
-
-    Parameters
-    ----------
-    J : (n, P) array
-        Centred log-derivatives on this rank.
-    count : scalar
-        N, the walkers on all ranks.
-    shift : scalar
-        Added to the diagonal.
-
-    Returns
-    -------
-    callable
-        From (P,) to (P,), both replicated.
-    """
-
-    def multiply(v):
-        # (J v) J: as a row vector times J it reads J row by row, which a transpose would not.
-        return mpi.allreduce((J @ v) @ J) / count + shift * v
-
-    return multiply
 
 
 def adapted(step: jax.Array, acceptance: jax.Array) -> jax.Array:
@@ -260,14 +247,13 @@ def adapted(step: jax.Array, acceptance: jax.Array) -> jax.Array:
     return step * jnp.exp(acceptance - ACCEPTANCE)
 
 
-def _report(means: dict, info: distsolve.linalg.Info) -> Report:
+def _report(means: dict, info: UpdateInfo) -> Report:
     return Report(
         energy=means["energy"],
         error=jnp.sqrt(means["variance"] / means["count"]),
         variance=means["variance"],
         acceptance=means["accepted"],
-        cg_iterations=info.iterations,
-        cg_converged=info.converged,
+        update=info,
     )
 
 

@@ -19,7 +19,8 @@ runpy.run_module("distsolve", run_name="__main__", alter_sys=True)
 @pytest.fixture
 def solve(tmp_path):
     def solve(*args, np=2):
-        return run_ranks(COMMAND, np=np, args=["solve", *map(str, args)], cwd=tmp_path)
+        arguments = ["solve", *map(str, args)]
+        return run_ranks(COMMAND, np=np, timeout=120, args=arguments, cwd=tmp_path)
 
     return solve
 

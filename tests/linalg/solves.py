@@ -33,14 +33,11 @@ class Layout(NamedTuple):
 
 
 def layout(name, n):
-    """Return where n rows live: "replicated", "uneven" pieces, or the last rank has an "empty" one.
-
-    At one rank all is the same.
-    """
+    """Return where n rows live: "replicated", or in "uneven" pieces, at three ranks one empty."""
     rank, size = ranks().rank, ranks().size
     if name == "replicated":
         return Layout(Replicated(), slice(0, n))
-    holders = size if name == "uneven" else max(1, size - 1)
+    holders = size - 1 if size > 2 else size
     weights = np.arange(holders) + 1.0
     ends = np.round(n * np.cumsum(weights) / weights.sum()).astype(int)
     bounds = [0, *ends, *[n] * (size - holders)]

@@ -22,15 +22,9 @@ def general(dtype=np.float64, n=16):
     return (entries[:n] / 4 + 2 * np.eye(n)).astype(dtype), entries[n].astype(dtype)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "preconditioned"),
-    [
-        (np.float64, True),
-        (np.complex128, False),
-        pytest.param(np.float64, False, marks=pytest.mark.once),
-        pytest.param(np.complex128, True, marks=pytest.mark.once),
-    ],
-)
+@pytest.mark.once
+@pytest.mark.parametrize("preconditioned", [False, True])
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_trajectory_is_that_of_scipy(dtype, preconditioned):
     A, b = general(dtype)
     M = general(dtype)[0].conj().T if preconditioned else None

@@ -47,6 +47,7 @@ def test_named_problems(solver, name):
         agree(int(info.iterations) == 0, info.message)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("where", ["b", "A"])
 def test_scale_does_not_matter(solver, where):
     A, b = shifted.astype(np.float32), spd.b.astype(np.float32)
@@ -61,24 +62,19 @@ def test_scale_does_not_matter(solver, where):
         check((x, info), want, "converged", rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("where", ["uneven", "empty"])
-def test_pieces_give_what_the_whole_gives(solver, where):
-    space, mine = layout(where, N)
-    M = jnp.asarray(np.linspace(0.5, 2, N))
-    x, info = solver(
-        shifted[mine], spd.b[mine], tol=1e-11, maxiter=200, M=lambda p: M[mine] * p, space=space
+def test_pieces_give_what_the_whole_gives(solver):
+    space, mine = layout("uneven", N)
+    scale = jnp.asarray(np.linspace(0.5, 2, N)[mine])
+    solve = functools.partial(
+        solver, b=spd.b[mine], M=lambda p: scale * p, tol=1e-11, maxiter=200, space=space
     )
+    x, info = solve(shifted[mine])
     same_everywhere(info)
     check((x, info), np.linalg.solve(shifted, spd.b)[mine], "converged", rtol=0, atol=1e-9)
-    _, whole = solver(shifted, spd.b, tol=1e-11, maxiter=200, M=np.diag(M))
-    agree(abs(int(info.iterations) - int(whole.iterations)) <= 1, f"{info} {whole}")
 
-
-def test_nan_in_one_piece_ends_all(solver):
-    space, mine = layout("uneven", N)
-    diagonal = np.linspace(1, 2, N)
-    diagonal[-1] = np.nan
-    x, info = solver(lambda p: jnp.asarray(diagonal[mine]) * p, spd.b[mine], space=space)
+    bad = shifted.copy()
+    bad[-1, -1] = np.nan  # in one piece
+    x, info = solve(bad[mine])
     same_everywhere(info)
     agree(info.reason_name == "nonfinite" and int(info.iterations) == 0, info.message)
     agree(bool(jnp.isfinite(x).all()), f"{x}")
@@ -98,6 +94,7 @@ def test_nan_on_one_rank_at_the_third_step(solver):
     agree(bool(jnp.isfinite(x).all()) and float(x[0]) > 0, f"{x}")
 
 
+@pytest.mark.once
 def test_start(solver):
     want = np.linalg.solve(shifted, spd.b)
     x, info = solver(shifted, spd.b, want, tol=1e-10, maxiter=200)
@@ -125,7 +122,8 @@ def test_tree_of_real_and_complex_leaves(solver):
     agree(all(jax.tree.leaves(jax.tree.map(lambda u, v: u.dtype == v.dtype, x, b))), f"{x}")
 
 
-@pytest.mark.parametrize("dtype", [np.float64, pytest.param(np.complex128, marks=pytest.mark.once)])
+@pytest.mark.once
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_derivatives(solver, dtype):
     symmetric = solver is minres
     random = np.random.default_rng(8)

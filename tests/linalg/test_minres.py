@@ -16,6 +16,7 @@ def indefinite(dtype=np.float64, n=16):
     return system._replace(matrix=(system.matrix - 20 * np.eye(n)).astype(dtype))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("preconditioned", [False, True])
 def test_trajectory_is_that_of_scipy(preconditioned):
     system = indefinite()
@@ -47,6 +48,7 @@ def test_own_residuals_are_the_true_ones(preconditioned):
         assert_allclose(residual, np.linalg.norm(system.b - powers @ gap), rtol=1e-6)
 
 
+@pytest.mark.once
 def test_indefinite_preconditioner_moves_nothing():
     result = minres(np.eye(2), np.array([1.0, 2]), M=-np.eye(2))
     check(result, [0, 0], "indefinite_preconditioner")

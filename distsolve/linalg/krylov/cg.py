@@ -9,7 +9,7 @@ from distsolve.linalg import arguments, driver
 from distsolve.linalg.gram import SRMatrix
 from distsolve.linalg.info import Info
 from distsolve.linalg.krylov import cg_classic, cg_gram, cg_pipelined, cg_single_reduction
-from distsolve.linalg.space import Replicated, Space
+from distsolve.linalg.space import Space
 
 METHODS = {
     "classic": cg_classic.METHOD,
@@ -92,7 +92,7 @@ def cg(
     >>> info.reason_name, int(info.iterations)
     ('converged', 3)
     """
-    space = Replicated() if space is None else space
+    space = arguments.space(space)
     arrangement = arguments.choice(method, METHODS, "method")
     if isinstance(A, SRMatrix) and method == "classic" and not args and space.is_whole:
         arrangement = cg_gram.METHOD

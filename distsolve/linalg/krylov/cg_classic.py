@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from distsolve.linalg import driver, trees
+from distsolve.linalg import driver, ritz, trees
 from distsolve.linalg.info import Reason
-from distsolve.linalg.krylov import ritz
 from distsolve.linalg.space import Space
 
 # A step: products with A, reductions of inner products (for vectors in pieces), agreements on

@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from distsolve.linalg import driver, trees
+from distsolve.linalg import driver, ritz, trees
 from distsolve.linalg.info import Info, Reason
-from distsolve.linalg.krylov import ritz
 from distsolve.linalg.krylov.cg_classic import judge, size_of
 from distsolve.linalg.loop import Limits, Seen, Stop, Watch, report
 from distsolve.linalg.space import Space
@@ -95,41 +94,45 @@ def run(
         x, _ = ravel_pytree(x0)
         r = b - matrix.product(x[None], none)[0][0]
 
-    def apply_M(r):
+    def apply_M(r: Any) -> Any:
         return r if M is None else ravel_pytree(M(M_consts, shaped(r)))[0]
 
-    # The first product is with this rank's own copy of b: where copies differ in their last bits,
-    # that is rounding. In the same message all ranks get rank 0's.
-    scaled = r / trees.power_of_two(trees.norm(r), r)
-    _, p, _, _ = direction(apply_M, scaled, trees.vdot(scaled, scaled))
+    # The first product is of J with this rank's own copy of b: where copies differ in their last
+    # bits, that is rounding. In the same message all ranks get rank 0's, and go on with that.
+    norm = trees.norm(r)
+    scaled = trees.scale(1 / trees.power_of_two(norm, r), r)
+    p, _, _ = direction(apply_M, scaled, trees.vdot(scaled, scaled))
     vectors = [b] if x0 is None else [b, x, r]
-    ours = stop.pack(matrix.real_dtype), [trees.real_parts(v) for v in vectors]
-    ours, unpack = ravel_pytree(ours)
-    (Sp,), (pSp,), agreed = matrix.product(p[None], jnp.where(stop.here, ours, 0))
-    packed, vectors = unpack(agreed)
+    parts = [trees.real_parts(v) for v in vectors]
+    ours, unpack = ravel_pytree((stop.pack(matrix.real_dtype), parts))
+    nan_anywhere = jnp.where(jnp.isfinite(norm), 0, jnp.full_like(norm, jnp.nan))
+    extra = jnp.append(jnp.where(stop.here, ours, 0), nan_anywhere)
+    Cp, pCp, agreed = matrix.undamped_product(p[None], extra)
+    packed, vectors = unpack(agreed[:-1])
     b, *more = [trees.from_real_parts(parts, b) for parts in vectors]
     x, r = more or (x, b)
 
     rhs_norm, residual_norm = trees.norm(b), trees.norm(r)
     zero_rhs = rhs_norm == 0  # its solution is zero
     x, r = trees.select(zero_rhs, (jnp.zeros_like(x), b), (x, r))
-    residual_norm = jnp.where(zero_rhs, 0, residual_norm)
+    residual_norm = jnp.where(zero_rhs, 0, residual_norm) + agreed[-1]
     limits = Limits.agreed(packed, rhs_norm, len(b), stop)
     unit = trees.power_of_two(residual_norm, r)
     problem = Problem(
         lambda V: matrix.product(V, none)[:2],
         apply_M,
-        r / unit,
+        trees.scale(1 / unit, r),
         unit,
         limits,
         wanted if watched else Watch(),
     )
     start = init(problem, limits.at_start(rhs_norm, residual_norm), residual_norm)
+    (Sp,), (pSp,) = matrix.damped(start.p[None], Cp, pCp)
     first = step(problem, start, Sp, pSp, jnp.zeros_like(b))
     end = iterate(problem, trees.select(start.event == Reason.RUNNING, first, start))
     reason = jnp.where(end.event == Reason.RUNNING, limits.at_limit(), end.event)
     broken = (reason > Reason.STAGNATED) & (reason < Reason.NONFINITE)
-    return shaped(x + unit * end.x), report(
+    return shaped(trees.axpy(unit, end.x, x)), report(
         NAME,
         problem.wanted,
         space,
@@ -149,25 +152,25 @@ def iterate(problem: Problem, state: State) -> State:
     """Take steps until the true residual says that it is enough, or something that it is not."""
     limits = problem.limits
 
-    def far(state):
+    def far(state: State) -> jax.Array:
         last = state.iterations + 1 >= limits.maxiter
         near = state.rr <= NEAR**2 * problem.aim(state.margin).target
         return (state.event == Reason.RUNNING) & ~last & ~near
 
-    def go_on(state):
+    def go_on(state: State) -> jax.Array:
         unchecked = (state.event == Reason.CONVERGED) & ~state.checked
         running = (state.event == Reason.RUNNING) | unchecked
         return running & (state.iterations < limits.maxiter)
 
-    def blind_step(state):
+    def blind_step(state: State) -> State:
         (Sp,), (pSp,) = problem.product(state.p[None])
         return step(problem, state, Sp, pSp, None)
 
-    def checked_step(state):
+    def checked_step(state: State) -> State:
         (Sp, Sx), (pSp, _) = problem.product(jnp.stack([state.p, state.x]))
         return step(problem, state, Sp, pSp, Sx)
 
-    def check(state):
+    def check(state: State) -> State:
         (Sx,), _ = problem.product(state.x[None])
         return state._replace(true_norm=trees.norm(problem.r - Sx), checked=~state.checked)
 
@@ -182,7 +185,7 @@ def init(problem: Problem, reason: jax.Array, residual_norm: jax.Array) -> State
     """Return the state at the zero correction, with a ``reason`` that may end the solve here."""
     r, norm = problem.r, residual_norm / problem.unit
     rr, ones = norm * norm, jnp.ones_like(norm)
-    _, p, unit, rz = direction(problem.M, r, rr)
+    p, unit, rz = direction(problem.M, r, rr)
     fault = judge(ones, rz, rr, rr, problem.aim(ones))
     return State(
         x=jnp.zeros_like(r),
@@ -208,27 +211,28 @@ def step(problem: Problem, state: State, Sp: Any, pSp: jax.Array, Sx: Any) -> St
     """Take one step; ``Sx`` is S times the x before it, or None where x has not travelled."""
     aim, ones = problem.aim(state.margin), jnp.ones_like(state.rr)
     alpha = jnp.where(state.rr > aim.floor, trees.safe_ratio(state.rz, state.unit * pSp), 0)
-    r = state.r - alpha * Sp
+    r = trees.axpy(-alpha, Sp, state.r)
     rr = trees.vdot(r, r)
     event = judge(pSp, ones, state.rr, rr, aim)
     moved = event < Reason.INDEFINITE_OPERATOR
-    x = jnp.where(moved, state.x + alpha * state.p, state.x)
+    taken = jnp.where(moved, alpha, 0)
+    x = trees.axpy(taken, state.p, state.x)
     moved_state = state._replace(x=x, r=r, rr=rr, event=event, checked=jnp.zeros((), bool))
     if Sx is None:
         restarts = jnp.zeros((), bool)
     else:
-        true = problem.r - Sx - jnp.where(moved, alpha * Sp, jnp.zeros_like(Sp))
+        true = trees.axpy(-taken, Sp, problem.r - Sx)
         moved_state, restarts = settle(problem, moved_state, true)
     r, rr, event = moved_state.r, moved_state.rr, moved_state.event
 
-    z, _, unit, rz = direction(problem.M, r, rr)
+    p, unit, rz = direction(problem.M, r, rr)
     fault = judge(ones, rz, state.rr, rr, aim)
     event = jnp.where((event == Reason.RUNNING) & (fault > Reason.STAGNATED), fault, event)
     beta = jnp.where(restarts, 0, trees.safe_ratio(rz, state.rz))
     iterations = state.iterations + (event < Reason.INDEFINITE_OPERATOR).astype(jnp.int32)
     norm = problem.unit * jnp.sqrt(rr)
     return moved_state._replace(
-        p=beta * (state.unit / unit) * state.p + z / unit,
+        p=trees.axpy(beta * (state.unit / unit), state.p, p),
         unit=unit,
         rz=rz,
         event=event,
@@ -268,12 +272,12 @@ def settle(problem: Problem, state: State, true: Any) -> tuple[State, jax.Array]
     return settled, restarts
 
 
-def direction(M: Any, r: Any, rr: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array]:
-    """Return ``z = M r``, ``z`` divided by a power of two near its size, that, and ``<r, z>``."""
+def direction(M: Any, r: Any, rr: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+    """Return ``z = M r`` divided by a power of two near its size, that, and ``<r, z>``."""
     z = M(r)
     rz = trees.vdot(r, z)
     unit = size_of(z, rz, rr)
-    return z, z / unit, unit, rz
+    return trees.scale(1 / unit, z), unit, rz
 
 
 METHOD = driver.Method(NAME, None, None, COST, run=run)

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from distsolve.linalg import driver, trees
+from distsolve.linalg import driver, ritz, trees
 from distsolve.linalg.info import Reason
-from distsolve.linalg.krylov import ritz
 from distsolve.linalg.krylov.cg_classic import judge
-from distsolve.linalg.krylov.cg_single_reduction import Units, answer, units_of
+from distsolve.linalg.krylov.cg_single_reduction import Units, answer, attainable, units_of
 from distsolve.linalg.space import Space
 
 # Without M it is 7 vectors. Beyond the steps' own, a cycle takes two more products with A, and
@@ -55,9 +54,11 @@ class Products(NamedTuple):
 class Replacement(NamedTuple):
     """When vectors were last replaced, and what is to be."""
 
+    due: jax.Array  # in the next step: 1 for `w` and `s`, 2 for `r` too
     age: jax.Array  # steps since `w` and `s` were
     rr: jax.Array  # <r, r> when `r` was
-    due: jax.Array  # in the next step: 1 for `w` and `s`, 2 for `r` too
+    shortest: jax.Array  # of the steps
+    longest: jax.Array
 
 
 class State(NamedTuple):
@@ -89,7 +90,7 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
     # Copies of a replicated vector may differ in their last bits, and units must not.
     dots = space.decide(space.dot((r, u), (u, w), (r, r), *squares))
     rz, uAu, rr = dots[:3]
-    event = judge(jnp.ones_like(rz), rz, rr, rr, aim)
+    event = judge(jnp.ones_like(rz), rz, rr, rr, attainable(aim))
     units = units_of(u, M, rz, uAu, rr)
 
     both = units.A * units.M
@@ -99,6 +100,7 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
     p, s, q = trees.scale(units.M, u), trees.scale(both, w), trees.scale(both * units.M, m)
     A, M = units.scaled(A, M)
     z = A(q)
+    zero = jnp.zeros((), jnp.int32)
     return State(
         trees.zeros_like(r),
         p,
@@ -106,7 +108,7 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
         r,
         Products(rz, pAp, pAp, ss, rr),
         units,
-        Replacement(jnp.zeros((), jnp.int32), rr, jnp.zeros((), jnp.int32)),
+        Replacement(zero, zero, rr, jnp.full_like(rr, jnp.inf), jnp.zeros_like(rr)),
         rr,
         event,
         units.breakdown(pAp, rz),
@@ -117,6 +119,7 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
 def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     """Take one step, unless that would move nothing for the better."""
     units, (rz, pAp, rs, ss, rr) = state.units, state.products
+    aim = attainable(aim)
     A, M = units.scaled(A, M)
     alpha = jnp.where(rr > aim.floor, trees.safe_ratio(rz, pAp), 0)
     beta = jnp.maximum(trees.safe_ratio(rz - alpha * (2 * rs - alpha * ss), rz), 0)
@@ -135,10 +138,7 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
 
     # Agree before x moves: a step that fails on one rank must move nothing on any.
     event = judge(pAp, products.rz, rr, products.rr, aim)
-    due, replacement = state.replacement.due, review(state.replacement, products.rr)
-    # A residual that is far from the one it replaces: end the cycle, for the next one is exact.
-    drifted = (due > 1) & (products.rr > 100 * rr) & (event == Reason.RUNNING)
-    event = jnp.where(drifted, jnp.full_like(event, Reason.STAGNATED), event)
+    replacement = review(state.replacement, alpha, products.rr)
     event, due = space.decide(jnp.stack([event, replacement.due]))
     return State(
         trees.select(event < Reason.INDEFINITE_OPERATOR, x, state.x),
@@ -169,10 +169,10 @@ def turned(beta: jax.Array, chain: Chain) -> Chain:
 def replace(A: Any, M: Any, x: Any, chains: tuple[Chain, ...], state: State) -> tuple[Chain, ...]:
     """Return the vectors, computed anew as far as that is due."""
 
-    def residual(chains):
+    def residual(chains: tuple[Chain, ...]) -> tuple[Chain, ...]:
         return chains[0]._replace(r=trees.subtract(state.start, A(x))), *chains[1:]
 
-    def others(chains):
+    def others(chains: tuple[Chain, ...]) -> tuple[Chain, ...]:
         plain = chains[0]
         u = plain.r if M is None else M(plain.r)
         plain = plain._replace(w=A(u), s=A(state.p))
@@ -187,23 +187,29 @@ def replace(A: Any, M: Any, x: Any, chains: tuple[Chain, ...], state: State) -> 
 def once(wanted: jax.Array, function: Any, x: Any) -> Any:
     """Return ``function(x)`` if wanted, else ``x``: a cond that does not do both under vmap."""
 
-    def body(carry):
+    def body(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         return jnp.zeros_like(carry[0]), function(carry[1])
 
     return jax.lax.while_loop(lambda carry: carry[0], body, (wanted, x))[1]
 
 
-def review(replacement: Replacement, rr: jax.Array) -> Replacement:
-    """Return what is due after a step that ended with ``rr``.
+def review(replacement: Replacement, alpha: jax.Array, rr: jax.Array) -> Replacement:
+    """Return what is due after a step of length ``alpha`` that ended with ``rr``.
 
     ``w`` and ``s`` are as exact as ``r`` at any time. ``r = b - A x`` is exact to what A x rounds
-    to, which disturbs the directions: it is due only once half of the digits are spent.
+    to, which disturbs the directions: it is due once, when half of the digits are spent, and not
+    where a spread of the steps shows that the rounding is not far below.
     """
-    age = jnp.where(replacement.due > 0, 0, replacement.age) + 1
-    rr_replaced = jnp.where(replacement.due > 1, rr, replacement.rr)
-    fallen = rr <= jnp.finfo(rr.dtype).eps * rr_replaced
+    due, age, rr_replaced, shortest, longest = replacement
+    age = jnp.where(due > 0, 0, age) + 1
+    rr_replaced = jnp.where(due > 1, rr, rr_replaced)
+    shortest = jnp.where(alpha > 0, jnp.minimum(shortest, alpha), shortest)
+    longest = jnp.maximum(longest, alpha)
+    eps = jnp.finfo(rr.dtype).eps
+    rounding = 100 * eps * trees.safe_ratio(longest, shortest)
+    fallen = (rr <= eps * rr_replaced) & (rr > jnp.square(rounding))
     due = jnp.where(fallen, 2, (age >= STEPS_TO_REPLACE).astype(jnp.int32))
-    return Replacement(age, rr_replaced, due)
+    return Replacement(due, age, rr_replaced, shortest, longest)
 
 
 METHOD = driver.Method("pipelined", init, step, COST, answer)

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from distsolve.linalg import driver, trees
+from distsolve.linalg import driver, ritz, trees
 from distsolve.linalg.info import Reason
-from distsolve.linalg.krylov import ritz
 from distsolve.linalg.krylov.cg_classic import judge, size_of
 from distsolve.linalg.space import Space
 
@@ -59,7 +58,7 @@ class Units(NamedTuple):
     def scaled(self, A: Any, M: Any) -> tuple[Any, Any]:
         """Return both operators, scaled: half before and half after, so that nothing vanishes."""
 
-        def between(root, operator):
+        def between(root: jax.Array, operator: Any) -> Any:
             return lambda v: trees.scale(root, operator(trees.scale(root, v)))
 
         return between(self.root_A, A), M and between(self.root_M, M)
@@ -75,7 +74,7 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
     w = A(z)
     # Copies of a replicated vector may differ in their last bits, and units must not.
     rz, zAz, rr = space.decide(space.dot((r, z), (z, w), (r, r)))
-    event = judge(jnp.ones_like(rz), rz, rr, rr, aim)
+    event = judge(jnp.ones_like(rz), rz, rr, rr, attainable(aim))
     units = units_of(z, M, rz, zAz, rr)
     p, s = trees.scale(units.M, z), trees.scale(units.A * units.M, w)
     rz, pAp = rz * units.M, (zAz * units.M) * (units.A * units.M)
@@ -86,6 +85,7 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
 def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     """Take one step, unless that would move nothing for the better."""
     x, r, p, s, units, rz, pAp, rr, _, _, estimates = state
+    aim = attainable(aim)
     A, M = units.scaled(A, M)
     alpha = jnp.where(rr > aim.floor, trees.safe_ratio(rz, pAp), 0)
     r = trees.axpy(-alpha, s, r)
@@ -109,6 +109,15 @@ def units_of(z: Any, M: Any, rz: jax.Array, zAz: jax.Array, rr: jax.Array) -> Un
     size = jnp.ones_like(rr) if M is None else size_of(z, rz, rr)
     length = rz / zAz * size
     return Units(*(trees.power_of_two(jnp.sqrt(unit), z) for unit in (length, 1 / size)))
+
+
+def attainable(aim: driver.Aim) -> driver.Aim:
+    """Return an aim that a recurrence for ``A p`` can meet: 8 units of rounding, rather than 1.
+
+    Further steps would follow rounding errors, into the null space of a singular A for one.
+    """
+    floor = 64 * aim.floor
+    return driver.Aim(jnp.where(aim.target < 0, aim.target, jnp.maximum(aim.target, floor)), floor)
 
 
 def conjugate(beta: jax.Array, zAz: jax.Array, pAp: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from distsolve.linalg import driver, trees
+from distsolve.linalg import arguments, driver, ritz, trees
 from distsolve.linalg.info import Info, Reason
-from distsolve.linalg.krylov import ritz
-from distsolve.linalg.space import Replicated, Space
+from distsolve.linalg.space import Space
 
 # As in `cg`. The vectors held are the basis, of one more than `restart`, and one to work in.
 COST = {"matvec": 1, "reductions": 3, "agreements": 1, "vectors": 32}
@@ -133,7 +132,7 @@ def rotation(
 def combine(V: Any, y: jax.Array) -> Any:
     """Return the sum of the vectors ``V_i`` with the coefficients ``y``."""
 
-    def leaf(rows):
+    def leaf(rows: jax.Array) -> jax.Array:
         wide = jnp.float32 if jnp.finfo(rows.dtype).bits < 32 else rows.dtype
         total = jnp.tensordot(y.astype(wide), rows.astype(wide), axes=1, precision=trees.HIGHEST)
         return total.astype(rows.dtype)
@@ -245,7 +244,7 @@ def gmres(
         atol=atol,
         maxiter=maxiter,
         M=M,
-        space=Replicated() if space is None else space,
+        space=arguments.space(space),
         args=args,
         history=history,
         progress=progress,
@@ -253,7 +252,7 @@ def gmres(
     )
 
 
-def _checked(restart):
+def _checked(restart: Any) -> int:
     try:
         steps = operator.index(restart)
     except TypeError:

@@ -43,7 +43,7 @@ class State(NamedTuple):
     event: jax.Array
 
     @property
-    def condition(self):
+    def condition(self) -> jax.Array:
         """An estimate of the condition of A; 1 before the first step."""
         least, most = self.pivots
         return jnp.where(most > 0, trees.safe_ratio(most, least), 1)
@@ -161,7 +161,9 @@ def judge(residual: Any, normal: Any, norm: Any, dependent: Any, aim: Aim) -> ja
     )
 
 
-def _residual(s, damping, rotation, theta_bar, rho_bar, zeta):
+def _residual(
+    s: State, damping: Any, rotation: Any, theta_bar: jax.Array, rho_bar: jax.Array, zeta: jax.Array
+) -> Estimate:
     """Return the next `Estimate`: section 5.1 of the paper."""
     e = s.estimate
     (c_hat, s_hat), (cosine, sine) = damping, rotation
@@ -177,18 +179,18 @@ def _residual(s, damping, rotation, theta_bar, rho_bar, zeta):
     return Estimate(norm, beta, beta_dot, rho_dot, tau, theta, damped)
 
 
-def _rotation(a, b):
+def _rotation(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return cosine, sine and length of the rotation that takes (a, b) to (length, 0)."""
     length = jnp.hypot(a, b)
     return jnp.where(length > 0, _quotient(a, length), 1), _quotient(b, length), length
 
 
-def _quotient(a, b):
+def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
     """Return ``a / b``, and 0 where b is 0."""
     return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))
 
 
-def _inverse(a):
+def _inverse(a: jax.Array) -> jax.Array:
     return trees.safe_ratio(jnp.ones_like(a), a)
 
 

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from distsolve.linalg import driver, trees
+from distsolve.linalg import arguments, driver, ritz, trees
 from distsolve.linalg.info import Info, Reason
-from distsolve.linalg.krylov import ritz
-from distsolve.linalg.space import Replicated, Space
+from distsolve.linalg.space import Space
 
 # As in `cg`. With a preconditioner two vectors more are held: its products, and the residual.
 COST = {"matvec": 1, "reductions": 2, "agreements": 1, "vectors": 5}
@@ -101,7 +100,7 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     inverse = trees.safe_ratio(jnp.ones_like(gamma), gamma)
     cosine_new, sine_new = gamma_bar * inverse, beta * inverse
     phi = jnp.where(useful, sine_new * s.phi, 0)
-    rr = jnp.where(useful, _residual(products, s, beta, cosine_new, sine_new, phi), s.rr)
+    rr = jnp.where(useful, _residual(products, beta, cosine_new, sine_new, phi), s.rr)
 
     finite = jnp.isfinite(alpha) & jnp.isfinite(beta) & jnp.isfinite(rr) & jnp.isfinite(gamma)
     indefinite = yMy < -least * least
@@ -140,7 +139,9 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     )
 
 
-def _extend(M, space, s, y):
+def _extend(
+    M: Any, space: Space, s: State, y: Any
+) -> tuple[Any, jax.Array, jax.Array, tuple[jax.Array, ...] | None]:
     """Return ``M y``, its norm over M, ``<y, M y>``, and products with the residual.
 
     One message: without a preconditioner a norm that is safe at any scale of ``A``.
@@ -153,7 +154,13 @@ def _extend(M, space, s, y):
     return My, jnp.sqrt(jnp.maximum(yMy, 0)), yMy, (yy, ry, rr)
 
 
-def _residual(products, s, beta, cosine, sine, phi):
+def _residual(
+    products: tuple[jax.Array, ...] | None,
+    beta: jax.Array,
+    cosine: jax.Array,
+    sine: jax.Array,
+    phi: jax.Array,
+) -> jax.Array:
     """Return ``<r, r>`` after a step, from products of the old residual and the new vector."""
     if products is None:
         return phi * phi
@@ -251,7 +258,7 @@ def minres(
         atol=atol,
         maxiter=maxiter,
         M=M,
-        space=Replicated() if space is None else space,
+        space=arguments.space(space),
         args=args,
         history=history,
         progress=progress,

@@ -11,14 +11,18 @@
  * With real v, S = Re(J^H J) needs even(J, (v, v)) + i odd(J, (v, v)) only: half the work.
  *
  * No compiler flag may name an instruction set, because a wheel runs on any machine: the sweep is
- * compiled for each, and the machine is asked once per call which one it has. */
+ * compiled for each of x86-64, and the machine is asked once a call which one it has. */
 #ifndef DISTSOLVE_GRAM_H
 #define DISTSOLVE_GRAM_H
 
 #include <stdint.h>
 #include <string.h>
 
-#define GRAM_X86 (defined(__x86_64__) && defined(__GNUC__))
+#if defined(__x86_64__) && defined(__GNUC__) /* Clang says so, too */
+#define GRAM_X86 1
+#else
+#define GRAM_X86 0
+#endif
 
 enum {
   /* Rows whose sums are in registers together: measured against 1, 2 and 8 on 80 kB rows. */

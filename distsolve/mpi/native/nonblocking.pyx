@@ -66,6 +66,9 @@ cdef extern from * nogil:
     void sleep_precisely()
 
 
+cdef enum:
+    ANY = -1            # number of a request, or id of a communicator
+
 # A reduction that was started and not yet waited for. Behind it in memory lie its operand and its
 # result, as they travel.
 cdef struct Request:
@@ -166,13 +169,17 @@ cdef void publish(Request *request) noexcept nogil:
     pthread_mutex_unlock(&lock)
 
 
-cdef Request *take(int64_t number) noexcept nogil:
-    """Remove a request from those outstanding; NULL where it is not one of them."""
+cdef bint matches(const Request *request, int64_t number, int64_t comm_id) noexcept nogil:
+    return number in (ANY, request.number) and comm_id in (ANY, request.comm.id)
+
+
+cdef Request *take(int64_t number, int64_t comm_id) noexcept nogil:
+    """Remove a request from those outstanding; NULL where there is no such request."""
     cdef Request **link
     cdef Request *found
     pthread_mutex_lock(&lock)
     link = &outstanding
-    while link[0] != NULL and link[0].number != number:
+    while link[0] != NULL and not matches(link[0], number, comm_id):
         link = &link[0].next
     found = link[0]
     if found != NULL:
@@ -242,7 +249,7 @@ cdef Error *wait(Frame *frame) noexcept nogil:
     cdef char *wire
     cdef int64_t number, i, count
     memcpy(&number, ffi_arg(frame, 0).data, sizeof(int64_t))
-    request = take(number)
+    request = take(number, comm.id)
     if request == NULL:
         snprintf(text, sizeof(text), "MPI_Wait: request %lld is not outstanding on rank %d: wait "
                  "for each request once.", <long long> number, comm.rank)
@@ -277,11 +284,26 @@ def pending():
     return n
 
 
-def finish():
-    """End the thread, then complete the requests that nobody waited for: before MPI goes away."""
-    global outstanding, thread_runs, thread_must_end
+def complete_all(int64_t comm_id=ANY):
+    """Complete the requests that nobody waited for: of one communicator, or all.
+
+    A communicator must not be freed before: Open MPI 5.0 crashes.
+    """
     cdef Request *request
     cdef int code = 0
+    with nogil:
+        request = take(ANY, comm_id)
+        while request != NULL:
+            code = complete(request) or code
+            free(request)
+            request = take(ANY, comm_id)
+    if code != 0:
+        raise RuntimeError(f"An MPI_Iallreduce that was not waited for failed with code {code}.")
+
+
+def finish():
+    """End the thread, then complete all requests: before MPI goes away."""
+    global thread_runs, thread_must_end
     with nogil:
         if thread_runs:
             pthread_mutex_lock(&lock)
@@ -290,12 +312,7 @@ def finish():
             pthread_mutex_unlock(&lock)
             pthread_join(thread, NULL)
             thread_runs = thread_must_end = False
-        while outstanding != NULL:
-            request = take(outstanding.number)
-            code = complete(request) or code
-            free(request)
-    if code != 0:
-        raise RuntimeError(f"An MPI_Iallreduce that was not waited for failed with code {code}.")
+    complete_all()
 
 
 HANDLERS = {

@@ -1,0 +1,92 @@
+"""The COST tables are kept: products and messages of one step, counted as MPI calls."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from linalg.solves import layout
+from spmd import agree, ranks
+
+from distsolve import mpi
+from distsolve.linalg import Replicated, Sharded, cg, gmres, lsmr, minres
+from distsolve.linalg.krylov import cg as cgs
+from distsolve.linalg.krylov import gmres as gmres_file
+from distsolve.linalg.krylov import lsmr as lsmr_file
+from distsolve.linalg.krylov import minres as minres_file
+
+N, FEW, MORE = 12, 3, 5
+SOLVERS = {
+    name: (functools.partial(cg, method=name), cgs.METHODS[name].cost) for name in cgs.METHODS
+}
+SOLVERS["minres"] = minres, minres_file.COST
+SOLVERS["gmres"] = functools.partial(gmres, restart=8), gmres_file.COST
+
+
+def marked(product):
+    """Return the product, told apart from other messages: each one makes a barrier."""
+    return jax.lax.optimization_barrier((product, mpi.bcast(jnp.zeros(()))))[0]
+
+
+def counted(solve):
+    """Return what a step of ``solve(maxiter)`` adds: MPI calls that reduce, and products."""
+
+    def calls(maxiter):
+        before = mpi.call_count()
+        _, info = jax.block_until_ready(solve(maxiter))
+        after = mpi.call_count()
+        made = {name: after.get(name, 0) - before.get(name, 0) for name in after}
+        sums = made.get("MPI_Allreduce", 0) + made.get("MPI_Iallreduce", 0)
+        agree(int(info.iterations) == maxiter, info.message)
+        return np.array([sums, made.get("MPI_Bcast", 0)]), sums - int(info.reductions)
+
+    (few, unseen), (more, unseen_more) = calls(FEW), calls(MORE)
+    return (more - few) / (MORE - FEW), (unseen, unseen_more)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [*((name, "uneven") for name in SOLVERS), ("minres", "replicated")]
+)
+def test_a_step_costs_what_the_table_says(name, where):
+    solver, cost = SOLVERS[name]
+    space, mine = layout(where, N)
+    diagonal, b = jnp.asarray(np.linspace(1, 30, N)[mine]), np.ones(N)[mine]
+
+    def A(p):
+        return marked(diagonal * p)
+
+    (messages, products), unseen = counted(lambda k: solver(A, b, tol=0, maxiter=k, space=space))
+    kind = "agreements" if where == "replicated" else "reductions"
+    agree(messages == (cost[kind] if ranks().size > 1 else 0), f"{messages} {cost}")
+    agree(products == cost["matvec"], f"{products} products, {cost}")
+    agree(unseen == (0, 0), f"info.reductions misses {unseen}")
+
+
+@pytest.mark.parametrize("columns", ["replicated", "uneven"])
+def test_a_step_of_least_squares_costs_what_the_table_says(columns):
+    cost, mine = lsmr_file.COST, layout("uneven", N).mine
+    diagonal, b = jnp.asarray(np.linspace(1, 30, N)[mine]), np.ones(N)[mine]
+    if columns == "replicated":
+        columns_space, unknowns = Replicated(), N
+        rows = jnp.diag(jnp.linspace(1, 30, N))[mine]
+        forward, backward = (lambda p: marked(rows @ p)), (lambda u: marked(u @ rows))
+        # The norm of the rows, the sum of the shares of A^H u, and the agreement.
+        expected = 3
+    else:
+        columns_space, unknowns = Sharded(), len(b)
+        forward = backward = lambda p: marked(diagonal * p)
+        expected = cost["reductions"]
+    (messages, products), _ = counted(
+        lambda k: lsmr(
+            forward,
+            b,
+            np.zeros(unknowns),
+            adjoint=backward,
+            tol=0,
+            maxiter=k,
+            columns_space=columns_space,
+        )
+    )
+    agree(messages == (expected if ranks().size > 1 else 0), f"{messages} {cost}")
+    agree(products == cost["matvec"] + cost["adjoint"], f"{products} products, {cost}")

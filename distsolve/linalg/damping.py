@@ -55,7 +55,7 @@ class Damping(NamedTuple):
         rms = self.rms and (self.rms[0], self.rms[1], self.rms[2][columns])
         return self._replace(shift=shift, rms=rms)
 
-    def at(self, force: jax.Array, diagonal: jax.Array | None):
+    def at(self, force: jax.Array, diagonal: Any) -> tuple[jax.Array, jax.Array | None]:
         """Return the damping, and v with this ``force`` in it, or None.
 
         ``diagonal`` is that of C, and read if there is a ``diag_scale``.

@@ -113,11 +113,15 @@ def drive(
     b = arguments.as_vector(b)
     if x0 is not None:
         x0 = arguments.like_b(x0, b, "x0")
-    options = {"tol": tol, "atol": atol, "maxiter": maxiter, "M": M, "space": space}
-    options |= {"history": history, "progress": progress, "callback": callback}
     if operators.is_matrix(A) and getattr(b, "ndim", 0) == 2:
-        columns = functools.partial(drive, method, A, args=args, **options)
-        return jax.vmap(columns, in_axes=(1, None if x0 is None else 1), out_axes=(1, 0))(b, x0)
+        stopping = {"tol": tol, "atol": atol, "maxiter": maxiter}
+        showing = {"history": history, "progress": progress, "callback": callback}
+        shared = {"M": M, "space": space, "args": args, **stopping, **showing}
+
+        def column(b, x0):
+            return drive(method, A, b, x0, **shared)
+
+        return jax.vmap(column, in_axes=(1, None if x0 is None else 1), out_axes=(1, 0))(b, x0)
     wanted = Watch(arguments.history(history), bool(progress), arguments.callback(callback))
     A_program, A_consts = _trace("A", A, b, space, arguments.data(args))
     M_program, M_consts = (None, []) if M is None else _trace("M", M, b, space)
@@ -216,7 +220,7 @@ def _run(method, space, wanted, A, M, A_consts, M_consts, b, x0, stop, watched=T
         margin=jnp.ones_like(rhs_norm),
         seen=Seen.nothing(wanted, residual_norm),
     )
-    cost = {}
+    cost: dict[str, int] = {}
     cycle = functools.partial(_cycle, method, A, M, b, limits, space, wanted, cost)
     end = jax.lax.while_loop(lambda s: s.reason == Reason.RUNNING, cycle, start)
     return end.x, report(

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from distsolve.linalg import cholesky, trees
 from distsolve.linalg.damping import Damping
 from distsolve.linalg.jacobian import safe
-from distsolve.linalg.space import Space
 from distsolve.linalg.trees import HIGHEST
 
 
@@ -29,7 +28,7 @@ def solve(
     *,
     counts: tuple[int, ...],
     dtype: Any,
-    rows: Space,
+    rows: Any,
 ):
     """Solve ``(J^H w J / N + D) x = J^H w r / N``.
 

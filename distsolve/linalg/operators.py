@@ -45,26 +45,25 @@ def as_function(A, name, b, space, args=()):
 
 
 def _matrix(A, name, b, space):
-    A = jax.numpy.asarray(A)
-    leaf = b if isinstance(b, jax.Array) else None
-    whole, rows = space.is_whole, "n" if space.is_whole else "entries of `b` here"
-    fits = leaf is not None and leaf.ndim == 1 and A.ndim == 2 and A.shape[0] == leaf.shape[0]
-    if not fits or (whole and A.shape[1] != A.shape[0]) or A.shape[1] < A.shape[0]:
-        found = f"one array of shape {leaf.shape}" if leaf is not None else "a pytree"
+    A, whole = jax.numpy.asarray(A), space.is_whole
+    n = b.shape[0] if isinstance(b, jax.Array) and b.ndim == 1 else None
+    if A.ndim != 2 or A.shape[0] != n or (A.shape[1] != n if whole else A.shape[1] < n):
+        shape = "(n, n)" if whole else "(n, entries of `b` on all ranks)"
+        found = f"one array of shape {b.shape}" if isinstance(b, jax.Array) else "a pytree"
         raise ValueError(
             f"`{name}`: expected a function, or for one array `b` of shape (n,) a matrix of shape "
-            f"({rows}, {'n' if whole else 'entries of `b` on all ranks'}): got an array of shape "
-            f"{A.shape}, and `b` is {found}. Pass a function of one vector, or a matrix that fits."
+            f"{shape}: got an array of shape {A.shape}, and `b` is {found}. Pass a function of one "
+            "vector, or a matrix that fits."
         )
-    if A.dtype != leaf.dtype:
+    if A.dtype != b.dtype:
         raise TypeError(
-            f"`{name}` is a matrix of {A.dtype} and `b` is {leaf.dtype}: dtypes are not cast "
-            f"silently. Convert one of them, for example {name}.astype({leaf.dtype})."
+            f"`{name}` is a matrix of {A.dtype} and `b` is {b.dtype}: dtypes are not cast "
+            f"silently. Convert one of them, for example {name}.astype({b.dtype})."
         )
     product = functools.partial(jax.numpy.matmul, A, precision=jax.lax.Precision.HIGHEST)
     if whole:
         return product
-    offset = space.offset(leaf.shape[0])
+    offset = space.offset(n)
     return lambda p: product(space.assemble(p, offset, A.shape[1]))
 
 

@@ -24,6 +24,7 @@ import os
 import platform
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -76,7 +77,7 @@ class Plan:
         """The fastest method that fits into memory; if none does, the smallest."""
         return self._best().method
 
-    def _best(self):
+    def _best(self) -> Prediction:
         fitting = [p for p in self.predictions if p.fits]
         if not fitting:
             return min(self.predictions, key=lambda p: p.memory)
@@ -170,7 +171,15 @@ def plan(
     return predict(counts, samples, parameters, dtype, dtype, iterations, memory, machine_of(rows))
 
 
-def choose(counts, P, dtype, vector_dtype, rows, maxiter, memory):
+def choose(
+    counts: tuple[int, ...] | None,
+    P: int,
+    dtype: Any,
+    vector_dtype: Any,
+    rows: Space,
+    maxiter: Any,
+    memory: float | None,
+) -> str:
     """Return the name of the method for these counts of samples, the same on all ranks.
 
     ``"cg"`` where the counts are not known.
@@ -184,7 +193,16 @@ def choose(counts, P, dtype, vector_dtype, rows, maxiter, memory):
     return predict(counts, sum(counts), P, dtype, vector_dtype, steps, memory, machine).method
 
 
-def predict(counts, N, P, dtype, vector_dtype, iterations, memory, machine):
+def predict(
+    counts: tuple[int, ...],
+    N: int,
+    P: int,
+    dtype: Any,
+    vector_dtype: Any,
+    iterations: int | None,
+    memory: float | None,
+    machine: Machine,
+) -> Plan:
     """Return the plan for the counts of samples on each rank; see the head of this file."""
     p, n = len(counts), max(counts)
     steps = min(ITERATIONS, N, P) if iterations is None else int(iterations)
@@ -197,7 +215,7 @@ def predict(counts, N, P, dtype, vector_dtype, iterations, memory, machine):
     flops = machine.flops / (2 if jnp.finfo(dtype).bits == 64 else 1)
     flops /= 4 if is_complex and not real_vectors else 1
 
-    def sum_of(size):
+    def sum_of(size: float) -> float:
         share = 2 * (p - 1) / p * size / machine.bandwidth
         return math.ceil(math.log2(p)) * machine.latency + share
 
@@ -247,7 +265,7 @@ def measure(rows: Space) -> Machine:
     p = rows.ranks()
     stages = max(1, math.ceil(math.log2(p)))
 
-    def repeated_sum(x):
+    def repeated_sum(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 20, lambda _, x: rows.sum(x) / p, x)
 
     seconds = [
@@ -271,7 +289,7 @@ def measure(rows: Space) -> Machine:
     )
 
 
-def _fastest(function, *args):
+def _fastest(function: Callable[..., Any], *args: Any) -> float:
     """Return the shortest of a few times in seconds, compilation left out."""
     compiled = jax.jit(function)
     jax.block_until_ready(compiled(*args))
@@ -283,14 +301,14 @@ def _fastest(function, *args):
     return max(min(times), 1e-9)
 
 
-def _memory():
+def _memory() -> int:
     """Return the bytes of memory of this rank's device, all of the node's for a CPU."""
     statistics = jax.local_devices()[0].memory_stats() or {}
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return statistics.get("bytes_limit", physical)
 
 
-def _ranks_on_this_node(rows):
+def _ranks_on_this_node(rows: Space) -> int:
     """Return how many ranks share the memory: 1 for a device of its own."""
     if jax.default_backend() != "cpu":
         return 1

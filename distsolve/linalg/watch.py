@@ -6,6 +6,7 @@ hardly ever leaves compiled code.
 """
 
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,8 @@ class Line:
     """The live line of one solve after another; a host-side object, on rank 0 only."""
 
     def __init__(self):
-        self.bar = None
-        self.told = self.clock = 0
+        self.bar: Any = None
+        self.told, self.clock = 0, 0.0
 
     def update(self, name, iteration, residual, threshold):
         """Show where the solve is, and return the iteration to hear of next."""

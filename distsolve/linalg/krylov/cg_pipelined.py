@@ -10,10 +10,13 @@ next ``<r, M r>`` will be, and with it beta, is predicted,
 The pipeline is that of Ghysels and Vanroose (2014), doi:10.1016/j.parco.2013.06.001. They predict
 ``<p, A p>`` and not beta, which needs one recurrence more; the choice made here is that of Chen and
 Carson (2020), doi:10.1137/19M1276856, and loses fewer digits: ``<p, A p>`` is measured. Recurrences
-gather rounding, so now and then the vectors are replaced by what they stand for, as in Cools,
-Yetkin, Agullo, Giraud and Vanroose (2018), doi:10.1137/17M1117872; when, is ours.
+gather rounding, so now and then vectors are replaced by what they stand for, as in Cools, Yetkin,
+Agullo, Giraud and Vanroose (2018), doi:10.1137/17M1117872. Ours: in a step that is ``M r``, ``w``
+and ``s``, which are as exact as ``r`` at any time. ``r = b - A x`` rounds to what A x does and would
+disturb the directions; the driver replaces it, where it has drifted away, between cycles.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +28,9 @@ from distsolve.linalg.krylov.cg_classic import judge
 from distsolve.linalg.krylov.cg_single_reduction import Units, answer, attainable, units_of
 from distsolve.linalg.space import Space
 
-# Without M it is 7 vectors. Beyond the steps' own, a cycle takes two more products with A, and
-# every 25th step two, or three where the residual is replaced too.
-COST = {"matvec": 1, "reductions": 1, "agreements": 1, "vectors": 11}
+# Without M it is 6 vectors. Beyond the steps' own, a cycle takes two more products with A and with
+# M, and a replacement two with A and three with M.
+COST = {"matvec": 1, "reductions": 1, "agreements": 1, "vectors": 10}
 
 STEPS_TO_REPLACE = 25
 
@@ -52,13 +55,11 @@ class Products(NamedTuple):
 
 
 class Replacement(NamedTuple):
-    """When vectors were last replaced, and what is to be."""
+    """When vectors were last replaced, and whether they are to be."""
 
-    due: jax.Array  # in the next step: 1 for `w` and `s`, 2 for `r` too
-    age: jax.Array  # steps since `w` and `s` were
-    rr: jax.Array  # <r, r> when `r` was
-    shortest: jax.Array  # of the steps
-    longest: jax.Array
+    due: jax.Array  # in the next step
+    age: jax.Array  # steps since
+    rr: jax.Array  # <r, r> then
 
 
 class State(NamedTuple):
@@ -67,7 +68,6 @@ class State(NamedTuple):
     x: Any
     p: Any
     chains: tuple[Chain, ...]  # one, and with M another one of M times each vector
-    start: Any  # the residual at x = 0
     products: Products
     units: Units
     replacement: Replacement
@@ -100,15 +100,13 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
     p, s, q = trees.scale(units.M, u), trees.scale(both, w), trees.scale(both * units.M, m)
     A, M = units.scaled(A, M)
     z = A(q)
-    zero = jnp.zeros((), jnp.int32)
     return State(
         trees.zeros_like(r),
         p,
         (Chain(r, s, s, z),) if M is None else (Chain(r, s, s, z), Chain(p, q, q, M(z))),
-        r,
         Products(rz, pAp, pAp, ss, rr),
         units,
-        Replacement(zero, zero, rr, jnp.full_like(rr, jnp.inf), jnp.zeros_like(rr)),
+        Replacement(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rr),
         rr,
         event,
         units.breakdown(pAp, rz),
@@ -125,7 +123,7 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     beta = jnp.maximum(trees.safe_ratio(rz - alpha * (2 * rs - alpha * ss), rz), 0)
     x = trees.axpy(alpha, state.p, state.x)
     chains = tuple(moved(alpha, chain) for chain in state.chains)
-    chains = replace(A, M, x, chains, state)
+    chains = replace(A, M, chains, state)
     p = trees.axpy(beta, state.p, chains[-1].r)
     chains = tuple(turned(beta, chain) for chain in chains)
 
@@ -137,14 +135,13 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     products = Products(*dots)
 
     # Agree before x moves: a step that fails on one rank must move nothing on any.
-    event = judge(pAp, products.rz, rr, products.rr, aim)
-    replacement = review(state.replacement, alpha, products.rr)
+    event = trusted(judge(pAp, products.rz, rr, products.rr, aim), rr, aim)
+    replacement = review(state.replacement, products.rr)
     event, due = space.decide(jnp.stack([event, replacement.due]))
     return State(
         trees.select(event < Reason.INDEFINITE_OPERATOR, x, state.x),
         p,
         tuple(chain._replace(z=z) for chain, z in zip(chains, last, strict=True)),
-        state.start,
         products,
         units,
         replacement._replace(due=due),
@@ -166,50 +163,45 @@ def turned(beta: jax.Array, chain: Chain) -> Chain:
     return chain._replace(s=trees.axpy(beta, chain.s, chain.w))
 
 
-def replace(A: Any, M: Any, x: Any, chains: tuple[Chain, ...], state: State) -> tuple[Chain, ...]:
-    """Return the vectors, computed anew as far as that is due."""
+def replace(A: Any, M: Any, chains: tuple[Chain, ...], state: State) -> tuple[Chain, ...]:
+    """Return the vectors, computed from ``r`` and ``p`` anew if that is due."""
 
-    def residual(chains: tuple[Chain, ...]) -> tuple[Chain, ...]:
-        return chains[0]._replace(r=trees.subtract(state.start, A(x))), *chains[1:]
-
-    def others(chains: tuple[Chain, ...]) -> tuple[Chain, ...]:
+    def anew(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        due, chains = carry
         plain = chains[0]
         u = plain.r if M is None else M(plain.r)
         plain = plain._replace(w=A(u), s=A(state.p))
         if M is None:
-            return (plain,)
-        return plain, chains[1]._replace(r=u, w=M(plain.w), s=M(plain.s))
+            return jnp.zeros_like(due), (plain,)
+        conditioned = chains[1]._replace(r=u, w=M(plain.w), s=M(plain.s))
+        return jnp.zeros_like(due), (plain, conditioned)
 
-    chains = once(state.replacement.due > 1, residual, chains)
-    return once(state.replacement.due > 0, others, chains)
-
-
-def once(wanted: jax.Array, function: Any, x: Any) -> Any:
-    """Return ``function(x)`` if wanted, else ``x``: a cond that does not do both under vmap."""
-
-    def body(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        return jnp.zeros_like(carry[0]), function(carry[1])
-
-    return jax.lax.while_loop(lambda carry: carry[0], body, (wanted, x))[1]
+    # A loop of one round at most, not a cond: under vmap that would do both, in every step.
+    carry = state.replacement.due, chains
+    return jax.lax.while_loop(lambda carry: carry[0] > 0, anew, carry)[1]
 
 
-def review(replacement: Replacement, alpha: jax.Array, rr: jax.Array) -> Replacement:
-    """Return what is due after a step of length ``alpha`` that ended with ``rr``.
+def review(replacement: Replacement, rr: jax.Array) -> Replacement:
+    """Return whether vectors are to be replaced after a step that ended with ``rr``.
 
-    ``w`` and ``s`` are as exact as ``r`` at any time. ``r = b - A x`` is exact to what A x rounds
-    to, which disturbs the directions: it is due once, when half of the digits are spent, and not
-    where a spread of the steps shows that the rounding is not far below.
+    What they lost was a part of their size at the last time, so also where the residual has fallen.
     """
-    due, age, rr_replaced, shortest, longest = replacement
+    due, age, rr_replaced = replacement
     age = jnp.where(due > 0, 0, age) + 1
-    rr_replaced = jnp.where(due > 1, rr, rr_replaced)
-    shortest = jnp.where(alpha > 0, jnp.minimum(shortest, alpha), shortest)
-    longest = jnp.maximum(longest, alpha)
-    eps = jnp.finfo(rr.dtype).eps
-    rounding = 100 * eps * trees.safe_ratio(longest, shortest)
-    fallen = (rr <= eps * rr_replaced) & (rr > jnp.square(rounding))
-    due = jnp.where(fallen, 2, (age >= STEPS_TO_REPLACE).astype(jnp.int32))
-    return Replacement(due, age, rr_replaced, shortest, longest)
+    rr_replaced = jnp.where(due > 0, rr, rr_replaced)
+    fallen = rr <= math.sqrt(jnp.finfo(rr.dtype).eps) * rr_replaced
+    return Replacement((fallen | (age >= STEPS_TO_REPLACE)).astype(jnp.int32), age, rr_replaced)
+
+
+def trusted(event: jax.Array, rr: jax.Array, aim: driver.Aim) -> jax.Array:
+    """Return the event, unless it blames an operator for what may be rounding.
+
+    Vectors are not quite what they stand for, and less so the smaller they are. With half of the
+    digits spent, a product that is not positive ends the cycle; the next one measures it exactly.
+    """
+    blames = (event == Reason.INDEFINITE_OPERATOR) | (event == Reason.INDEFINITE_PRECONDITIONER)
+    instead = jnp.where(aim.target < 0, Reason.RUNNING, Reason.STAGNATED).astype(event.dtype)
+    return jnp.where(blames & (rr <= jnp.finfo(rr.dtype).eps), instead, event)
 
 
 METHOD = driver.Method("pipelined", init, step, COST, answer)

@@ -231,7 +231,7 @@ def gmres(
     --------
     >>> import jax.numpy as jnp
     >>> from distsolve.linalg import gmres
-    >>> x, info = gmres(jnp.array([[1.0, 2.0], [0.0, 3.0]]), jnp.array([3.0, 3.0]))
+    >>> x, info = gmres(jnp.array([[1.0, 2.0], [0.0, 3.0]]), jnp.array([1.0, 3.0]))
     >>> info.reason_name, int(info.iterations)
     ('converged', 2)
     """

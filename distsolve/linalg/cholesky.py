@@ -41,7 +41,6 @@ def solve(H: jax.Array, b: jax.Array, damping: jax.Array, space: Space):
     # Large enough that rounding, eps * largest, leaves some digits of the answer.
     least = float(eps) ** (2 / 3) * largest
     first = jnp.maximum(9 * jnp.max(jnp.abs(damping), initial=0), least)
-    at = jnp.arange(len(b))
 
     def go_on(carry):
         _, _, verdict, tries = carry
@@ -51,12 +50,14 @@ def solve(H: jax.Array, b: jax.Array, damping: jax.Array, space: Space):
     def attempt(carry):
         _, raised, _, tries = carry
         more = jnp.where(tries == 0, jnp.zeros_like(raised), jnp.maximum(10 * raised, first))
-        damped = H.at[at, at].add((damping + more).astype(H.dtype))
+        # Not a scatter: a sum is fused with the copy that the factorisation overwrites.
+        added = (damping + more).astype(H.dtype)
+        damped = jnp.where(jnp.eye(len(b), dtype=bool), H + added[None], H)
         L = jax.lax.linalg.cholesky(damped, symmetrize_input=False)
         x = jax.scipy.linalg.cho_solve((L, True), b)
         # A pivot that is all rounding would make x a large random vector.
         pivots = jnp.real(jnp.diagonal(L)) ** 2
-        sound = pivots > ROUNDING * eps * jnp.real(jnp.diagonal(damped))
+        sound = pivots > ROUNDING * eps * (diagonal + damping + more)
         good = jnp.all(jnp.isfinite(x)) & jnp.all(sound)
         failed = jnp.where(jnp.isfinite(largest), RUNNING, HOPELESS)
         verdict = jnp.where(good, SOLVED, failed).astype(raised.dtype)

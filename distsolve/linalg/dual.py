@@ -63,10 +63,12 @@ def solve(
 
     forces = jnp.matmul(R.conj(), A, precision=HIGHEST).conj() / N.astype(A.dtype)
     squares = A.real**2 + A.imag**2 if jnp.iscomplexobj(A) else A**2
-    shift, running = damping.of(mine).at(forces[0], squares.sum(0) / N)
+    diagonal = squares.sum(0) / N
+    shift, running = damping.of(mine).at(forces[0], diagonal)
     if damping.is_vector:
-        # A column of zeros may have no damping, and has no update then.
-        inverse = jnp.where(shift == 0, 0, 1 / jnp.where(shift == 0, 1, shift)).astype(A.dtype)
+        # A column of zeros may have no damping, and has no update then; any other one must.
+        idle = (shift == 0) & (diagonal == 0)
+        inverse = jnp.where(idle, 0, 1 / jnp.where(idle, 1, shift)).astype(A.dtype)
         factor, scaled = jnp.ones_like(N), A * inverse[None]
     else:
         inverse, factor, scaled = None, shift, A

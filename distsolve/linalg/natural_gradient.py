@@ -26,7 +26,7 @@ from distsolve.linalg.gram import Gram
 from distsolve.linalg.gram_product import DTYPES
 from distsolve.linalg.jacobian import check_weights, safe
 from distsolve.linalg.krylov.cg import cg
-from distsolve.linalg.plan import choose
+from distsolve.linalg.plan import choose, is_tracing
 from distsolve.linalg.space import Sharded, Space
 from distsolve.linalg.trees import HIGHEST
 from distsolve.linalg.update import UpdateInfo
@@ -291,7 +291,7 @@ def _counts(counts, J, rows, method):
             )
         return None
     if counts is None:
-        if not isinstance(J, jax.core.Tracer):
+        if not is_tracing():
             return rows.counts(n)
         if method == "kernel":
             raise ValueError(

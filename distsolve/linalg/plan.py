@@ -9,8 +9,8 @@ a second. Per rank, with k steps of cg:
 method    time                                            memory in bytes
 ========  ==============================================  =======================
 cg        k (n P b / V + sum(P b))                        n P b + 8 P b
-dense     2 n P^2 / F + sum(P^2 b / 2) + P^3 / (3 F)      n P b + 2 P^2 b
-kernel    2 N^2 P / (p F) + all-to-all(n P b)             4 n P b + 2 N^2 b
+dense     2 n P^2 / F + sum(P^2 b / 2) + P^3 / (3 F)      n P b + 3.5 P^2 b
+kernel    2 N^2 P / (p F) + all-to-all(n P b)             4 n P b + 3.5 N^2 b
           + sum(N^2 b / 2) + N^3 / (3 F)
 ========  ==============================================  =======================
 
@@ -226,7 +226,7 @@ def predict(
         "dense": 2 * n * P**2 / flops + sum_of(P**2 * b / 2) + P**3 / (3 * flops),
         "kernel": 2 * N**2 * P / (p * flops) + exchange + sum_of(N**2 * b / 2) + N**3 / 3 / flops,
     }
-    needs = {"cg": J + 8 * P * b, "dense": J + 2 * P**2 * b, "kernel": 4 * J + 2 * N**2 * b}
+    needs = {"cg": J + 8 * P * b, "dense": J + 3.5 * P**2 * b, "kernel": 4 * J + 3.5 * N**2 * b}
     limit = machine.memory if memory is None else float(memory)
     return Plan(
         sum(counts) if is_complex and real_vectors else N,
@@ -251,10 +251,15 @@ def machine_of(rows: Space) -> Machine:
     Nothing is measured while tracing.
     """
     if rows not in _machines:
-        if isinstance(jnp.zeros(()), jax.core.Tracer):
+        if is_tracing():
             return Machine()
         _machines[rows] = measure(rows)
     return _machines[rows]
+
+
+def is_tracing() -> bool:
+    """Return whether a program is being traced, so that nothing can be sent now."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def measure(rows: Space) -> Machine:
@@ -274,6 +279,8 @@ def measure(rows: Space) -> Machine:
         _fastest(lambda J, v: jnp.matmul(J, v, precision=HIGHEST), J, v),
         _fastest(lambda A: jnp.matmul(A, A, precision=HIGHEST), A),
     ]
+    if p == 1:  # no network to be seen
+        seconds[:2] = [Machine.latency, 0.0]
     # The largest of each over the ranks, so that all of them plan alike.
     less_memory = 1 / (_memory() / _ranks_on_this_node(rows))
     slowest = rows.agree(jnp.asarray([*seconds, less_memory], jnp.float32))
@@ -281,7 +288,7 @@ def measure(rows: Space) -> Machine:
     share = max(summed - stages * latency, 1e-9)
     return Machine(
         latency=latency,
-        bandwidth=2 * max(p - 1, 1) / p * large.nbytes / share,
+        bandwidth=Machine.bandwidth if p == 1 else 2 * (p - 1) / p * large.nbytes / share,
         memory_bandwidth=J.nbytes / read,
         flops=2 * 512**3 / multiplied,
         memory=1 / less_memory,

@@ -30,7 +30,6 @@ CLIP = 5.0  # mean absolute deviations; beyond it a local energy counts as that 
 LARGEST_CHANGE = 0.03  # of d^T S d rate^2: the squared distance between two wave functions
 CG_TOLERANCE = 1e-3
 CG_ITERATIONS = 100
-CHUNK = 256  # walkers whose derivatives are taken at a time
 
 
 class State(NamedTuple):
@@ -159,7 +158,7 @@ def improve(
     walkers, accepted = metropolis(psi, state.walkers, state.step, n_moves)
     energies = jax.vmap(lambda x: local_energy(psi, x, molecule))(walkers.x)
     clipped, means = averages(energies, accepted, state.energy, state.deviation)
-    J = center(jacobian(log_psi, state.theta, walkers.x, chunk_size=CHUNK))
+    J = center(jacobian(log_psi, state.theta, walkers.x))
     d, info = natural_gradient(
         J,
         clipped,

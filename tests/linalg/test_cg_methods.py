@@ -143,13 +143,13 @@ def test_below_the_precision(method, dtype):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("n", [16, 33])
+@pytest.mark.parametrize("n", [16, 64])
 def test_many_fixed_steps_do_no_harm(method, n):
     A, b = problems.periodic_laplacian(n)
     x, info = cg(A, b, tol=0, maxiter=500, method=method)
     agree(info.reason_name == "fixed_steps" and int(info.iterations) == 500, info.message)
-    assert_allclose(A @ np.asarray(x), b, rtol=0, atol=1e-12)
-    assert_allclose(np.mean(x), 0, atol=1e-10)
+    assert_allclose(A @ np.asarray(x), b, rtol=0, atol=1e-10)
+    assert_allclose(np.mean(x), 0, atol=1e-8)
 
 
 def test_messages_of_a_solve(method):

@@ -12,8 +12,8 @@ The pipeline is that of Ghysels and Vanroose (2014), doi:10.1016/j.parco.2013.06
 Carson (2020), doi:10.1137/19M1276856, and loses fewer digits: ``<p, A p>`` is measured. Recurrences
 gather rounding, so now and then vectors are replaced by what they stand for, as in Cools, Yetkin,
 Agullo, Giraud and Vanroose (2018), doi:10.1137/17M1117872. Ours: in a step that is ``M r``, ``w``
-and ``s``, which are as exact as ``r`` at any time. ``r = b - A x`` rounds to what A x does and would
-disturb the directions; the driver replaces it, where it has drifted away, between cycles.
+and ``s``, which are as exact as ``r`` at any time. ``r = b - A x`` rounds to what A x does, and
+would disturb the directions; the driver replaces it, if it has drifted away, between cycles.
 """
 
 import math
@@ -54,12 +54,14 @@ class Products(NamedTuple):
     rr: jax.Array  # <r, r>
 
 
-class Replacement(NamedTuple):
-    """When vectors were last replaced, and whether they are to be."""
+class Upkeep(NamedTuple):
+    """What keeps the vectors close to what they stand for."""
 
-    due: jax.Array  # in the next step
-    age: jax.Array  # steps since
+    due: jax.Array  # whether the next step replaces vectors
+    age: jax.Array  # steps since that was done
     rr: jax.Array  # <r, r> then
+    least: jax.Array  # the smallest <r, r>
+    over: jax.Array  # whether further steps would only follow rounding errors
 
 
 class State(NamedTuple):
@@ -70,7 +72,7 @@ class State(NamedTuple):
     chains: tuple[Chain, ...]  # one, and with M another one of M times each vector
     products: Products
     units: Units
-    replacement: Replacement
+    upkeep: Upkeep
     rr: jax.Array
     event: jax.Array
     breakdown: jax.Array
@@ -106,7 +108,7 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
         (Chain(r, s, s, z),) if M is None else (Chain(r, s, s, z), Chain(p, q, q, M(z))),
         Products(rz, pAp, pAp, ss, rr),
         units,
-        Replacement(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rr),
+        Upkeep(*(jnp.zeros((), jnp.int32),) * 2, rr, rr, jnp.zeros((), jnp.int32)),
         rr,
         event,
         units.breakdown(pAp, rz),
@@ -119,7 +121,8 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     units, (rz, pAp, rs, ss, rr) = state.units, state.products
     aim = attainable(aim)
     A, M = units.scaled(A, M)
-    alpha = jnp.where(rr > aim.floor, trees.safe_ratio(rz, pAp), 0)
+    moves = (rr > aim.floor) & (state.upkeep.over == 0)
+    alpha = jnp.where(moves, trees.safe_ratio(rz, pAp), 0)
     beta = jnp.maximum(trees.safe_ratio(rz - alpha * (2 * rs - alpha * ss), rz), 0)
     x = trees.axpy(alpha, state.p, state.x)
     chains = tuple(moved(alpha, chain) for chain in state.chains)
@@ -135,16 +138,15 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     products = Products(*dots)
 
     # Agree before x moves: a step that fails on one rank must move nothing on any.
-    event = trusted(judge(pAp, products.rz, rr, products.rr, aim), rr, aim)
-    replacement = review(state.replacement, products.rr)
-    event, due = space.decide(jnp.stack([event, replacement.due]))
+    event, upkeep = review(judge(pAp, products.rz, rr, products.rr, aim), state, products, aim)
+    event, due, over = space.decide(jnp.stack([event, upkeep.due, upkeep.over]))
     return State(
         trees.select(event < Reason.INDEFINITE_OPERATOR, x, state.x),
         p,
         tuple(chain._replace(z=z) for chain, z in zip(chains, last, strict=True)),
         products,
         units,
-        replacement._replace(due=due),
+        upkeep._replace(due=due, over=over),
         products.rr,
         event,
         units.breakdown(pAp, products.rz),
@@ -177,31 +179,33 @@ def replace(A: Any, M: Any, chains: tuple[Chain, ...], state: State) -> tuple[Ch
         return jnp.zeros_like(due), (plain, conditioned)
 
     # A loop of one round at most, not a cond: under vmap that would do both, in every step.
-    carry = state.replacement.due, chains
+    carry = state.upkeep.due, chains
     return jax.lax.while_loop(lambda carry: carry[0] > 0, anew, carry)[1]
 
 
-def review(replacement: Replacement, rr: jax.Array) -> Replacement:
-    """Return whether vectors are to be replaced after a step that ended with ``rr``.
+def review(
+    event: jax.Array, state: State, products: Products, aim: driver.Aim
+) -> tuple[jax.Array, Upkeep]:
+    """Return what a step has come to, and what is to be done about rounding.
 
-    What they lost was a part of their size at the last time, so also where the residual has fallen.
+    What vectors lost was a part of their size when they were last exact, so they are replaced also
+    where the residual has fallen. With half of the digits spent, a product that is not positive
+    need not be the fault of an operator, and a residual that grows back is not CG's. Then the cycle
+    ends, and the next one begins with what is measured; or no step moves, if they are only counted.
     """
-    due, age, rr_replaced = replacement
+    rr, eps = products.rr, float(jnp.finfo(products.rr.dtype).eps)
+    due, age, rr_exact, least, over = state.upkeep
     age = jnp.where(due > 0, 0, age) + 1
-    rr_replaced = jnp.where(due > 0, rr, rr_replaced)
-    fallen = rr <= math.sqrt(jnp.finfo(rr.dtype).eps) * rr_replaced
-    return Replacement((fallen | (age >= STEPS_TO_REPLACE)).astype(jnp.int32), age, rr_replaced)
+    rr_exact = jnp.where(due > 0, rr, rr_exact)
+    due = (rr <= math.sqrt(eps) * rr_exact) | (age >= STEPS_TO_REPLACE)
 
-
-def trusted(event: jax.Array, rr: jax.Array, aim: driver.Aim) -> jax.Array:
-    """Return the event, unless it blames an operator for what may be rounding.
-
-    Vectors are not quite what they stand for, and less so the smaller they are. With half of the
-    digits spent, a product that is not positive ends the cycle; the next one measures it exactly.
-    """
     blames = (event == Reason.INDEFINITE_OPERATOR) | (event == Reason.INDEFINITE_PRECONDITIONER)
-    instead = jnp.where(aim.target < 0, Reason.RUNNING, Reason.STAGNATED).astype(event.dtype)
-    return jnp.where(blames & (rr <= jnp.finfo(rr.dtype).eps), instead, event)
+    lost = (least <= eps) & (blames | (rr > 1e4 * least))
+    counted = aim.target < 0
+    instead = jnp.where(counted, Reason.RUNNING, Reason.STAGNATED).astype(event.dtype)
+    over = over | (lost & counted).astype(over.dtype)
+    upkeep = Upkeep(due.astype(jnp.int32), age, rr_exact, jnp.minimum(least, rr), over)
+    return jnp.where(lost, instead, event), upkeep
 
 
 METHOD = driver.Method("pipelined", init, step, COST, answer)

@@ -112,7 +112,7 @@ def units_of(z: Any, M: Any, rz: jax.Array, zAz: jax.Array, rr: jax.Array) -> Un
 
 
 def attainable(aim: driver.Aim) -> driver.Aim:
-    """Return an aim that a recurrence for ``A p`` can meet: 8 units of rounding, rather than 1.
+    """Return an aim that recurrences can meet: 8 units of rounding, rather than one.
 
     Further steps would follow rounding errors, into the null space of a singular A for one.
     """

@@ -31,10 +31,6 @@ def spd(dtype=np.float64, condition=100.0, n=N):
     return problems.random_spd(n, dtype, condition)
 
 
-def close_to(iterations, info):
-    agree(abs(int(info.iterations) - int(iterations)) <= 2, f"{iterations} {info.message}")
-
-
 def counted(function, *args):
     """Run a function, and return its result and the number of its reductions."""
     before = mpi.call_count()
@@ -43,33 +39,43 @@ def counted(function, *args):
     return result, sum(after.get(name, 0) - before.get(name, 0) for name in MESSAGES)
 
 
+# Three unknowns and a given limit throughout: all of these run one compiled program, or two.
 def test_known_values(method):
-    solve = functools.partial(cg, tol=1e-10, method=method)
+    solve = functools.partial(cg, tol=1e-10, maxiter=9, method=method)
     A, b = jnp.diag(jnp.arange(1.0, 4)), jnp.ones(3)
-    x, info = solve(A, b)
-    check((x, info), [1, 1 / 2, 1 / 3], "converged")
-    agree(int(info.iterations) == 3, info.message)
+    for rhs, want, steps in ((b, [1, 1 / 2, 1 / 3], 3), (0 * b, [0, 0, 0], 0)):
+        x, info = solve(A, rhs)
+        check((x, info), want, "converged")
+        agree(int(info.iterations) == steps, info.message)
     x, info = solve(A, b, maxiter=2)
     check((x, info), [0.9, 0.6, 0.3], "maxiter")
     assert_allclose(info.residual_norm / info.rhs_norm, np.sqrt(0.02))
-    for rhs, x0, want in ((0 * b, b, [0, 0, 0]), (b, 1 / jnp.arange(1.0, 4), 1 / np.r_[1.0:4])):
-        x, info = solve(A, rhs, x0)
-        check((x, info), want, "converged")
-        agree(int(info.iterations) == 0, info.message)
-
-
-def test_indefinite(method):
-    b = jnp.array([1.0, 2])
-    x, info = cg(jnp.diag(jnp.array([1.0, -1])), b, method=method)
-    check((x, info), [0, 0], "indefinite_operator")
+    x, info = solve(jnp.diag(jnp.array([1.0, -1, 1])), jnp.array([1.0, 2, 0]))
+    check((x, info), [0, 0, 0], "indefinite_operator")
     agree(int(info.iterations) == 0 and "-3" in info.message, info.message)
-    x, info = cg(jnp.eye(2), b, M=-jnp.eye(2), method=method)
-    check((x, info), [0, 0], "indefinite_preconditioner")
-    agree(int(info.iterations) == 0 and "-5" in info.message, info.message)
-    b = jnp.array([1.0, 1, 0.1])
-    x, info = cg(jnp.diag(jnp.array([4.0, 1, -0.1])), b, tol=1e-10, method=method)
+    x, info = solve(jnp.diag(jnp.array([4.0, 1, -0.1])), jnp.array([1.0, 1, 0.1]))
     agree(info.reason_name == "indefinite_operator" and int(info.iterations) > 0, info.message)
     agree(bool(jnp.isfinite(x).all()), f"{x}")
+
+
+def test_preconditioner(method):
+    solve = functools.partial(cg, tol=1e-10, maxiter=9, method=method)
+    A, b = jnp.diag(jnp.array([1.0, 10, 10])), jnp.ones(3)
+    for factor in (1e6, 1e-6):
+        x, info = solve(A, b, M=factor * jnp.eye(3))
+        check((x, info), [1, 0.1, 0.1], "converged")
+        agree(int(info.iterations) == 2, info.message)
+    x, info = solve(jnp.eye(3), jnp.array([1.0, 2, 0]), M=-jnp.eye(3))
+    check((x, info), [0, 0, 0], "indefinite_preconditioner")
+    agree(int(info.iterations) == 0 and "-5" in info.message, info.message)
+
+
+@pytest.mark.once
+def test_exact_start_takes_no_step(method):
+    want = 1 / np.arange(1.0, 4)
+    x, info = cg(jnp.diag(jnp.arange(1.0, 4)), jnp.ones(3), want, method=method)
+    check((x, info), want, "converged")
+    agree(int(info.iterations) == 0, info.message)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +109,7 @@ def test_trajectory_is_that_of_scipy(method, where, dtype, start, preconditioned
         assert_allclose(info.residual_norm, np.linalg.norm(b - A @ want), rtol=1e-6)
 
 
+@pytest.mark.once
 def test_accuracy_is_that_of_the_classic_method(method):
     @functools.partial(jax.jit, static_argnames="method")
     def solve(A, b, tol, method="classic"):
@@ -152,16 +159,23 @@ def test_many_fixed_steps_do_no_harm(method, n):
     assert_allclose(np.mean(x), 0, atol=1e-8)
 
 
-def test_messages_of_a_solve(method):
+def test_pieces(method):
     b = spd().b
     space, mine = layout("empty", N)
-    diagonal = jnp.asarray(np.arange(1.0, N + 1)[mine])
-    (_, info), made = counted(
-        lambda: cg(lambda p: diagonal * p, b[mine], tol=1e-8, space=space, method=method)
-    )
+
+    def solve(diagonal):
+        pieces = jnp.asarray(diagonal[mine])
+        return cg(lambda p: pieces * p, b[mine], tol=1e-8, space=space, method=method)
+
+    (x, info), made = counted(solve, np.arange(1.0, N + 1))
+    check((x, info), (b / np.arange(1.0, N + 1))[mine], "converged", rtol=0, atol=1e-7)
     expected = int(info.iterations) + 3 if ranks().size > 1 else 0
-    agree(info.reason_name == "converged", info.message)
     agree(made == expected == int(info.reductions), f"{made} messages, {info}")
+
+    x, info = solve(np.append(np.arange(1.0, N), np.nan))  # in one piece
+    same_everywhere(info)
+    agree(info.reason_name == "nonfinite" and int(info.iterations) == 0, info.message)
+    assert_allclose(x, np.zeros(len(x)))
 
 
 @pytest.mark.once
@@ -190,18 +204,6 @@ def test_nan_on_one_rank_at_the_third_step(method):
     assert_allclose(x, want, atol=1e-14)
 
 
-def test_nan_in_one_piece_ends_all(method):
-    space, mine = layout("uneven", N)
-    diagonal = np.linspace(1, 2, N)
-    diagonal[-1] = np.nan
-    x, info = cg(
-        lambda p: jnp.asarray(diagonal[mine]) * p, spd().b[mine], space=space, method=method
-    )
-    same_everywhere(info)
-    agree(info.reason_name == "nonfinite" and int(info.iterations) == 0, info.message)
-    assert_allclose(x, np.zeros(len(x)))
-
-
 def test_reduction_in_the_operator(method):
     system = problems.samples(ranks().size)
     rows = jnp.asarray(system.pieces[ranks().rank])
@@ -212,8 +214,7 @@ def test_reduction_in_the_operator(method):
     x, info = cg(S, system.b, tol=1e-12, method=method)
     same_everywhere(info)
     check((x, info), np.linalg.solve(system.dense(), system.b), "converged", rtol=1e-9)
-    _, classic = cg(S, system.b, tol=1e-12)
-    close_to(classic.iterations, info)
+    agree(int(info.iterations) <= N + 3, info.message)
 
 
 def test_stack_shares_one_loop(method):

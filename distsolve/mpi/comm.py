@@ -7,6 +7,7 @@ duplicate a number that is never used again and is the same on all its ranks.
 
 from __future__ import annotations
 
+import functools
 import os
 import traceback
 from typing import Any, NamedTuple
@@ -135,12 +136,16 @@ def _publish(handle: int | None, comm_id: int, rank: int, size: int, chunk: int)
 
 
 def _forget(comm: Any, keyval: int, record: Comm) -> None:
-    """Called by MPI while the user frees a communicator: free is collective, and so is this."""
-    try:
-        wait_for_ordered()
-        nonblocking.complete_all(record.id)
-    except Exception:
-        traceback.print_exc()  # whoever waits for a failed program is told, too
+    """Called by MPI while the user frees a communicator: free is collective, and so is this.
+
+    Requests are completed even where a program failed: Open MPI 5.0.11 crashes in a later MPI call
+    where a communicator was freed before its MPI_Iallreduce was complete.
+    """
+    for finish in (wait_for_ordered, functools.partial(nonblocking.complete_all, record.id)):
+        try:
+            finish()
+        except Exception:
+            traceback.print_exc()  # whoever waits for a failed program is told, too
     abi.remove_comm(record.id)
     _default_chunks.pop(record.id, None)
     _executables.pop(record.id, None)

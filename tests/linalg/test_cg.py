@@ -190,6 +190,20 @@ def test_scale_of_the_operator_does_not_matter(factor):
     check((np.asarray(x, float) * factor, info), system.x, "converged", rtol=0, atol=1e-4)
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("factor", [1e-30, 1e30])
+def test_scale_of_the_preconditioner_does_not_matter(factor):
+    """Neither that of the operator together with it: ``<r, M r>`` must not underflow."""
+    entries = jnp.logspace(0, 2, 40, dtype=jnp.float32)
+    b = jnp.sin(jnp.arange(40, dtype=jnp.float32))
+    small = jnp.asarray(1 / factor, jnp.float32)
+    for A_scale in (1.0, factor):
+        A = entries * jnp.asarray(A_scale, jnp.float32)
+        x, info = cg(lambda p, A=A: A * p, b, M=lambda r: small * r, tol=1e-5)
+        agree(info.reason_name == "converged", info.message)
+        assert_allclose(x * A, b, rtol=0, atol=1e-4)
+
+
 def test_zero_right_hand_side():
     for x0 in (None, jnp.ones(3)):
         check(cg(jnp.eye(3), jnp.zeros(3), x0), [0, 0, 0], "converged", 0)

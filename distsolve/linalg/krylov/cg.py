@@ -49,8 +49,8 @@ def cg(
         ``"classic"`` takes two small reductions a step for vectors in pieces.
         ``"single_reduction"`` takes one, for one more vector and a little accuracy.
         ``"pipelined"`` starts its one reduction before the products with ``M`` and ``A`` and waits
-        for it after them, for four more vectors and more rounding. All three decide by the true
-        residual, and restart from it where the recurrence drifted away.
+        for it after them, for more vectors (two; six with ``M``) and more rounding. All three
+        decide by the true residual, and restart from it where the recurrence drifted away.
 
     Returns
     -------
@@ -73,15 +73,15 @@ def cg(
     -------------
     One product with ``A`` in each step and one at the end, for the true residual; one more if
     ``x0`` is given. Beyond that, for k steps in one cycle: sharded vectors 2 k + 3 messages with
-    ``"classic"`` and k + 3 with the others; replicated vectors k + 2 tiny ones at more than one
-    rank, in which the ranks agree to stop. With a `Gram` operator nothing beyond it: all rides in
+    ``"classic"`` and k + 3 with the others; replicated vectors k + 2 tiny ones (k + 3 with ``M``
+    or with the others) at more than one rank, in which the ranks agree to stop. With a `Gram` operator nothing beyond it: all rides in
     its one message a product, and so does the true residual.
 
     References
     ----------
     Hestenes and Stiefel (1952), doi:10.6028/jres.049.044. Chronopoulos and Gear (1989),
     doi:10.1016/0377-0427(89)90045-9. Ghysels and Vanroose (2014),
-    doi:10.1016/j.parco.2013.06.001.
+    doi:10.1016/j.parco.2013.06.001. Chen and Carson (2020), doi:10.1137/19M1276856.
 
     Examples
     --------

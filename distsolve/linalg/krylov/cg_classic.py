@@ -20,12 +20,13 @@ COST = {"matvec": 1, "reductions": 2, "agreements": 1, "vectors": 4}
 
 
 class State(NamedTuple):
-    """All that CG carries from one iteration to the next."""
+    """All that CG carries from one iteration to the next. ``M`` is divided by ``unit_M``."""
 
     x: Any
     r: Any
     p: Any  # the search direction, divided by `unit`
     unit: jax.Array
+    unit_M: jax.Array
     rz: jax.Array  # <r, M r>
     rr: jax.Array  # <r, r>
     event: jax.Array
@@ -37,33 +38,44 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
     """Return the state at the zero vector, whose residual is ``r``."""
     z = r if M is None else M(r)
     rz, rr = space.dot((r, z), (r, r))
-    event = jnp.full((), Reason.RUNNING, jnp.int32)
+    event, one = jnp.full((), Reason.RUNNING, jnp.int32), jnp.ones_like(rr)
+    unit_M, breakdown = one, rz
     if M is not None:
-        event = space.decide(judge(jnp.ones_like(rz), rz, rr, rr, aim))
-    unit = size_of(z, rz, rr)
-    p, estimates = trees.scale(1 / unit, z), ritz.start(rr.dtype)
-    return State(trees.zeros_like(r), r, p, unit, rz, rr, event, rz, estimates)
+        event, rz, rr = decide(space, judge(one, rz, rr, rr, aim), rz, rr)
+        unit_M, breakdown = size_of(z, rz, rr), rz
+        z, rz = trees.scale(1 / unit_M, z), rz / unit_M
+    estimates = ritz.start(rr.dtype)
+    return State(trees.zeros_like(r), r, z, one, unit_M, rz, rr, event, breakdown, estimates)
 
 
 def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     """Take one step, unless that would move nothing for the better."""
-    x, r, p, unit, rz, rr, _, _, estimates = state
+    x, r, p, unit, unit_M, rz, rr, _, _, estimates = state
     Ap = A(p)
     (pAp,) = space.dot((p, Ap))
     alpha = jnp.where(rr > aim.floor, trees.safe_ratio(rz, unit * pAp), 0)
     r = trees.axpy(-alpha, Ap, r)
-    z = r if M is None else M(r)
+    z = r if M is None else trees.scale(1 / unit_M, M(r))
     rz_new, rr_new = space.dot((r, z), (r, r))
 
-    # Agree before x moves: a step that fails on one rank must move nothing on any.
-    event = space.decide(judge(pAp, rz_new, rr, rr_new, aim))
+    # Agree before x moves: a step that fails on one rank must move nothing on any. The products
+    # travel, too: ranks whose units differ by a factor of two would not add up in A.
+    event, rz_new, rr_new = decide(space, judge(pAp, rz_new, rr, rr_new, aim), rz_new, rr_new)
     x = trees.axpy(jnp.where(event < Reason.INDEFINITE_OPERATOR, alpha, 0), p, x)
 
     beta, unit_new = trees.safe_ratio(rz_new, rz), size_of(z, rz_new, rr_new)
     p = trees.axpy(beta * (unit / unit_new), p, trees.scale(1 / unit_new, z))
-    breakdown = jnp.where(pAp > 0, rz_new, pAp * unit * unit)
+    breakdown = jnp.where(pAp > 0, rz_new, pAp * unit * unit * unit_M) * unit_M
     estimates = ritz.update(estimates, alpha / unit, beta)
-    return State(x, r, p, unit_new, rz_new, rr_new, event, breakdown, estimates)
+    return State(x, r, p, unit_new, unit_M, rz_new, rr_new, event, breakdown, estimates)
+
+
+def decide(
+    space: Space, event: jax.Array, rz: jax.Array, rr: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return an event and the products that decide of the next step, equal on all ranks."""
+    event, rz, rr = space.decide(jnp.stack([event.astype(rr.dtype), rz, rr]))
+    return event.astype(jnp.int32), rz, rr
 
 
 def judge(

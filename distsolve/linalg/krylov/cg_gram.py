@@ -60,7 +60,7 @@ class Problem(NamedTuple):
     """What all steps share."""
 
     product: Any  # V -> S V, V^H S V
-    M: Any
+    M: Any  # divided by a power of two near its size
     r: Any  # the residual at the start, which is to be reduced, divided by `unit`
     unit: jax.Array
     limits: Limits
@@ -118,20 +118,24 @@ def run(
     residual_norm = jnp.where(zero_rhs, 0, residual_norm) + agreed[-1]
     limits = Limits.agreed(packed, rhs_norm, len(b), stop)
     unit = trees.power_of_two(residual_norm, r)
+    r = trees.scale(1 / unit, r)
+    p, unit_M, rz = direction(apply_M, r, trees.vdot(r, r))
     problem = Problem(
         lambda V: matrix.product(V, none)[:2],
-        apply_M,
-        trees.scale(1 / unit, r),
+        lambda r: trees.scale(1 / unit_M, apply_M(r)),
+        r,
         unit,
         limits,
         wanted if watched else Watch(),
     )
-    start = init(problem, limits.at_start(rhs_norm, residual_norm), residual_norm)
+    reason = limits.at_start(rhs_norm, residual_norm)
+    start = init(problem, p, rz / unit_M, reason, residual_norm)
     (Sp,), (pSp,) = matrix.damped(start.p[None], Cp, pCp)
     first = step(problem, start, Sp, pSp, jnp.zeros_like(b))
     end = iterate(problem, trees.select(start.event == Reason.RUNNING, first, start))
     reason = jnp.where(end.event == Reason.RUNNING, limits.at_limit(), end.event)
     broken = (reason > Reason.STAGNATED) & (reason < Reason.NONFINITE)
+    scales = jnp.where(reason == Reason.INDEFINITE_OPERATOR, unit_M * unit_M, unit_M) * unit * unit
     return shaped(trees.axpy(unit, end.x, x)), report(
         NAME,
         problem.wanted,
@@ -143,7 +147,7 @@ def run(
         residual_norm=unit * end.true_norm,
         reductions=0,
         rhs_norm=rhs_norm,
-        breakdown=jnp.where(broken, end.breakdown * unit * unit, 0),
+        breakdown=jnp.where(broken, end.breakdown * scales, 0),
         condition_estimate=ritz.condition(end.ritz),
     )
 
@@ -181,17 +185,21 @@ def iterate(problem: Problem, state: State) -> State:
     return jax.lax.while_loop(lambda state: ~state.checked, check, state)
 
 
-def init(problem: Problem, reason: jax.Array, residual_norm: jax.Array) -> State:
-    """Return the state at the zero correction, with a ``reason`` that may end the solve here."""
+def init(
+    problem: Problem, p: Any, rz: jax.Array, reason: jax.Array, residual_norm: jax.Array
+) -> State:
+    """Return the state at the zero correction, with a ``reason`` that may end the solve here.
+
+    ``p`` is ``M r``, and ``rz`` is ``<r, M r>``.
+    """
     r, norm = problem.r, residual_norm / problem.unit
     rr, ones = norm * norm, jnp.ones_like(norm)
-    p, unit, rz = direction(problem.M, r, rr)
     fault = judge(ones, rz, rr, rr, problem.aim(ones))
     return State(
         x=jnp.zeros_like(r),
         r=r,
         p=p,
-        unit=unit,
+        unit=ones,
         rz=rz,
         rr=rr,
         true_norm=norm,

@@ -285,10 +285,7 @@ def pending():
 
 
 def complete_all(int64_t comm_id=ANY):
-    """Complete the requests that nobody waited for: of one communicator, or all.
-
-    A communicator must not be freed before: Open MPI 5.0 crashes.
-    """
+    """Complete the requests that nobody waited for: of one communicator, or all."""
     cdef Request *request
     cdef int code = 0
     with nogil:

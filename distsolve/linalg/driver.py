@@ -112,7 +112,9 @@ def drive(
     """Check the arguments, solve, and return ``(x, info)``; see the head of this file."""
     b = arguments.as_vector(b)
     if x0 is not None:
-        x0 = arguments.like_b(x0, b, "x0")
+        # A start that is a constant of the user's program, such as zeros, stays a value: XLA's CPU
+        # compiler (jaxlib 0.10.2 to 0.12.0.1) fuses products with constants into wrong answers.
+        x0 = jax.lax.optimization_barrier(arguments.like_b(x0, b, "x0"))
     if operators.is_matrix(A) and getattr(b, "ndim", 0) == 2:
         stopping = {"tol": tol, "atol": atol, "maxiter": maxiter}
         showing = {"history": history, "progress": progress, "callback": callback}

@@ -28,7 +28,7 @@ LOGS = ROOT / "build/tests"
 # The text of a program is the same for both MPIs and often for any number of ranks, so cells share
 # what XLA compiled. It is thrown away at the start: each run compiles every program at least once.
 COMPILED = LOGS / "compiled"
-CELL_SECONDS = 900.0
+CELL_SECONDS = 1500.0
 PYTEST = ["-m", "pytest", "-q", "--color=no", "--durations=5"]
 CLOSING = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", re.MULTILINE)
 NO_TESTS = 5

@@ -30,24 +30,37 @@ _SPACING = 0.08  # of the shifts, relative: the accuracy
 
 
 class Ritz(NamedTuple):
-    """What the steps so far say of the spectrum. Values are in units of ``1 / unit``."""
+    """What the steps so far say of the spectrum, in units of ``1 / unit``.
 
-    unit: jax.Array  # the first step length; 0 before it
-    pivot: jax.Array  # 1 / alpha_k, the last pivot of T itself
-    beta: jax.Array
-    excess: jax.Array  # (shifts,) last pivot of T - mu, less that of T
-    delta: jax.Array  # (shifts,) last pivot of T - mu
-    weight: jax.Array  # (shifts,) u_k^2 / ||u||^2
-    least: jax.Array  # (shifts,) of the Rayleigh quotients at each shift
-    greatest: jax.Array  # (shifts,)
+    One array, so that a step is one loop over it: solvers are compiled more often than they look.
+    """
+
+    rows: jax.Array  # (8, shifts), see `_Rows`
+
+
+class _Rows(NamedTuple):
+    """The rows of `Ritz`, each with one entry for each shift."""
+
+    unit: jax.Array  # the first step length; 0 before it; the same for all shifts
+    pivot: jax.Array  # 1 / alpha_k, the last pivot of T itself; the same for all shifts
+    beta: jax.Array  # the same for all shifts
+    excess: jax.Array  # last pivot of T - mu, less that of T
+    delta: jax.Array  # last pivot of T - mu
+    weight: jax.Array  # u_k^2 / ||u||^2
+    least: jax.Array  # of the Rayleigh quotients at each shift
+    greatest: jax.Array
+
+    def pack(self):
+        """Return the rows as one array."""
+        return jnp.stack([jnp.broadcast_to(row, self.excess.shape) for row in self])
 
 
 def start(dtype: DTypeLike) -> Ritz:
     """Return what is known before the first step, for coefficients of a real ``dtype``."""
-    zero = jnp.zeros((), dtype)
     shifts = jnp.asarray(_shifts(dtype))
-    ones = jnp.ones_like(shifts)  # in these units the first Rayleigh quotient is 1
-    return Ritz(zero, zero, zero, -shifts, ones, ones, ones, ones)
+    zeros, ones = jnp.zeros_like(shifts), jnp.ones_like(shifts)
+    # In these units the first Rayleigh quotient is 1.
+    return Ritz(_Rows(zeros, zeros, zeros, -shifts, ones, ones, ones, ones).pack())
 
 
 def update(ritz: Ritz, alpha: jax.Array, beta: jax.Array) -> Ritz:
@@ -58,28 +71,27 @@ def update(ritz: Ritz, alpha: jax.Array, beta: jax.Array) -> Ritz:
     """
     valid = (alpha > 0) & jnp.isfinite(alpha) & (beta >= 0) & jnp.isfinite(beta)
     alpha = jnp.where(valid, alpha, jnp.ones_like(alpha))
-    shifts = jnp.asarray(_shifts(alpha.dtype))
+    shifts, old = jnp.asarray(_shifts(alpha.dtype)), _Rows(*ritz.rows)
     limits = jnp.finfo(alpha.dtype)
 
-    unit = jnp.where(ritz.unit > 0, ritz.unit, alpha)
+    unit = jnp.where(old.unit > 0, old.unit, alpha)
     pivot = unit / alpha
-    coupling = ritz.beta * ritz.pivot  # beta / alpha of the step before: 0 at the first
+    coupling = old.beta * old.pivot  # beta / alpha of the step before: 0 at the first
     # What T - mu has less than T keeps the relative accuracy of small values; T - mu would not.
-    excess = coupling * (ritz.excess / ritz.delta) - shifts
+    excess = coupling * (old.excess / old.delta) - shifts
     delta = excess + pivot
     rounding = limits.eps * (pivot + coupling)
     delta = jnp.where(jnp.abs(delta) < rounding, rounding, delta)
-    growth = ritz.beta * jnp.square(ritz.pivot / ritz.delta)  # (u_k / u_k+1)^2
-    weight = jnp.maximum(ritz.weight / (ritz.weight + growth), limits.tiny)
+    growth = old.beta * jnp.square(old.pivot / old.delta)  # (u_k / u_k+1)^2
+    weight = jnp.maximum(old.weight / (old.weight + growth), limits.tiny)
 
     quotient = shifts + delta * weight
     # A quotient far below its shift is a difference of large numbers, and mostly rounding.
     sound = (quotient > 0.25 * shifts) & (quotient < limits.max)
-    least = jnp.where(sound & (quotient < ritz.least), quotient, ritz.least)
-    greatest = jnp.where(sound & (quotient > ritz.greatest), quotient, ritz.greatest)
-
-    new = Ritz(unit, pivot, beta, excess, delta, weight, least, greatest)
-    return Ritz(*(jnp.where(valid, after, before) for after, before in zip(new, ritz, strict=True)))
+    least = jnp.where(sound & (quotient < old.least), quotient, old.least)
+    greatest = jnp.where(sound & (quotient > old.greatest), quotient, old.greatest)
+    new = _Rows(unit, pivot, beta, excess, delta, weight, least, greatest).pack()
+    return Ritz(jnp.where(valid, new, ritz.rows))
 
 
 def widen(ritz: Ritz, value: jax.Array) -> Ritz:
@@ -87,35 +99,36 @@ def widen(ritz: Ritz, value: jax.Array) -> Ritz:
 
     A value that is not positive and finite changes nothing.
     """
-    valid = (value > 0) & jnp.isfinite(value)
-    first = ritz.unit == 0
-    least = jnp.where(first | (value < ritz.least), value, ritz.least)
-    greatest = jnp.where(first | (value > ritz.greatest), value, ritz.greatest)
-    return ritz._replace(
-        unit=jnp.where(valid, 1, ritz.unit),
-        least=jnp.where(valid, least, ritz.least),
-        greatest=jnp.where(valid, greatest, ritz.greatest),
+    old = _Rows(*ritz.rows)
+    valid, first = (value > 0) & jnp.isfinite(value), old.unit == 0
+    new = old._replace(
+        unit=jnp.ones_like(old.unit),
+        least=jnp.where(first | (value < old.least), value, old.least),
+        greatest=jnp.where(first | (value > old.greatest), value, old.greatest),
     )
+    return Ritz(jnp.where(valid, new.pack(), ritz.rows))
 
 
 def largest(ritz: Ritz) -> jax.Array:
     """Return an estimate, from below, of the largest Ritz value; 0 before the first step."""
-    return _in_units(ritz, jnp.max(ritz.greatest))
+    return _in_units(ritz, jnp.max(_Rows(*ritz.rows).greatest))
 
 
 def smallest(ritz: Ritz) -> jax.Array:
     """Return an estimate, from above, of the smallest Ritz value; 0 before the first step."""
-    return _in_units(ritz, jnp.min(ritz.least))
+    return _in_units(ritz, jnp.min(_Rows(*ritz.rows).least))
 
 
 def condition(ritz: Ritz) -> jax.Array:
     """Return an estimate, from below, of the condition number; 1 before the first step."""
-    return jnp.max(ritz.greatest) / jnp.min(ritz.least)
+    rows = _Rows(*ritz.rows)
+    return jnp.max(rows.greatest) / jnp.min(rows.least)
 
 
 def _in_units(ritz: Ritz, value: jax.Array) -> jax.Array:
-    known = ritz.unit > 0
-    divisor = jnp.where(known, ritz.unit, jnp.ones_like(ritz.unit))
+    unit = _Rows(*ritz.rows).unit[0]
+    known = unit > 0
+    divisor = jnp.where(known, unit, jnp.ones_like(unit))
     return jnp.where(known, value / divisor, jnp.zeros_like(value))
 
 

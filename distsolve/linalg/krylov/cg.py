@@ -74,8 +74,8 @@ def cg(
     One product with ``A`` in each step and one at the end, for the true residual; one more if
     ``x0`` is given. Beyond that, for k steps in one cycle: sharded vectors 2 k + 3 messages with
     ``"classic"`` and k + 3 with the others; replicated vectors k + 2 tiny ones (k + 3 with ``M``
-    or with the others) at more than one rank, in which the ranks agree to stop. With a `Gram` operator nothing beyond it: all rides in
-    its one message a product, and so does the true residual.
+    or with the others) at more than one rank, in which the ranks agree to stop. With a `Gram`
+    operator nothing beyond it: all rides in its one message a product, the true residual included.
 
     References
     ----------

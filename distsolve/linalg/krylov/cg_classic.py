@@ -20,13 +20,13 @@ COST = {"matvec": 1, "reductions": 2, "agreements": 1, "vectors": 4}
 
 
 class State(NamedTuple):
-    """All that CG carries from one iteration to the next. ``M`` is divided by ``unit_M``."""
+    """All that CG carries from one iteration to the next. ``M`` is divided by ``unit_of_m``."""
 
     x: Any
     r: Any
     p: Any  # the search direction, divided by `unit`
     unit: jax.Array
-    unit_M: jax.Array
+    unit_of_m: jax.Array
     rz: jax.Array  # <r, M r>
     rr: jax.Array  # <r, r>
     event: jax.Array
@@ -39,23 +39,23 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
     z = r if M is None else M(r)
     rz, rr = space.dot((r, z), (r, r))
     event, one = jnp.full((), Reason.RUNNING, jnp.int32), jnp.ones_like(rr)
-    unit_M, breakdown = one, rz
+    unit_of_m, breakdown = one, rz
     if M is not None:
         event, rz, rr = decide(space, judge(one, rz, rr, rr, aim), rz, rr)
-        unit_M, breakdown = size_of(z, rz, rr), rz
-        z, rz = trees.scale(1 / unit_M, z), rz / unit_M
+        unit_of_m, breakdown = size_of(z, rz, rr), rz
+        z, rz = trees.scale(1 / unit_of_m, z), rz / unit_of_m
     estimates = ritz.start(rr.dtype)
-    return State(trees.zeros_like(r), r, z, one, unit_M, rz, rr, event, breakdown, estimates)
+    return State(trees.zeros_like(r), r, z, one, unit_of_m, rz, rr, event, breakdown, estimates)
 
 
 def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     """Take one step, unless that would move nothing for the better."""
-    x, r, p, unit, unit_M, rz, rr, _, _, estimates = state
+    x, r, p, unit, unit_of_m, rz, rr, _, _, estimates = state
     Ap = A(p)
     (pAp,) = space.dot((p, Ap))
     alpha = jnp.where(rr > aim.floor, trees.safe_ratio(rz, unit * pAp), 0)
     r = trees.axpy(-alpha, Ap, r)
-    z = r if M is None else trees.scale(1 / unit_M, M(r))
+    z = r if M is None else trees.scale(1 / unit_of_m, M(r))
     rz_new, rr_new = space.dot((r, z), (r, r))
 
     # Agree before x moves: a step that fails on one rank must move nothing on any. The products
@@ -65,9 +65,9 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
 
     beta, unit_new = trees.safe_ratio(rz_new, rz), size_of(z, rz_new, rr_new)
     p = trees.axpy(beta * (unit / unit_new), p, trees.scale(1 / unit_new, z))
-    breakdown = jnp.where(pAp > 0, rz_new, pAp * unit * unit * unit_M) * unit_M
+    breakdown = jnp.where(pAp > 0, rz_new, pAp * unit * unit * unit_of_m) * unit_of_m
     estimates = ritz.update(estimates, alpha / unit, beta)
-    return State(x, r, p, unit_new, unit_M, rz_new, rr_new, event, breakdown, estimates)
+    return State(x, r, p, unit_new, unit_of_m, rz_new, rr_new, event, breakdown, estimates)
 
 
 def decide(

@@ -30,8 +30,8 @@ ADVICE = {
     "{relative:.3g} of the right-hand side's norm.",
     Reason.STAGNATED: "Stagnated after {steps}: the true residual stays at "
     "{residual:.6g}, above the threshold {threshold:.6g}, because rounding prevents more, or `A` "
-    "is singular and `b` is not in its range. Loosen `tol`, use wider floats, or lower the condition "
-    "number with a preconditioner `M` or a shift; with gmres, raise `restart`.",
+    "is singular and `b` is not in its range. Loosen `tol`, use wider floats, or lower the "
+    "condition number with a preconditioner `M` or a shift; with gmres, raise `restart`.",
     Reason.INDEFINITE_PRECONDITIONER: "Stopped after {steps}: <r, M r> = "
     "{breakdown:.6g}, so `M` is not positive definite. Pass a positive definite `M`, or none.",
     Reason.INDEFINITE_OPERATOR: "Stopped after {steps}: <p, A p> = {breakdown:.6g}, "

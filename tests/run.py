@@ -4,7 +4,8 @@ An environment is a folder that holds `bin/python`, named for the end of the sup
 it stands for. Each cell runs `tests` on its ranks, then `tests/jobs` once per MPI, in plain pytest.
 What a cell printed is kept under `build/tests`, and shown in full if it failed.
 
-Tests marked `once` run in the first cell of an environment only.
+Tests marked `once` run in the first cell of an environment only. Those of the solvers, which reach
+MPI through the primitives alone, run on all ranks under the first MPI, and on two under the others.
 
     python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
 """
@@ -54,6 +55,7 @@ class Cell:
     mpi: str
     ranks: int
     repeated: bool
+    solvers: bool
 
     @property
     def name(self) -> str:
@@ -81,6 +83,7 @@ class Cell:
             }
             command = [*mpiexec(self.mpi, self.ranks, self.python), self.python, *PYTEST]
             command += ["--ignore=tests/jobs", *arguments]
+            command += [] if self.solvers else ["--ignore=tests/linalg"]
         else:
             command = [self.python, *PYTEST, *arguments]
         return run_command(command, seconds, job_environment(self.mpi, self.ranks or 1, extra))
@@ -146,11 +149,13 @@ def cells(options: argparse.Namespace) -> list[Cell]:
     found = []
     for end, python in environments(options).items():
         numbers = ranks.get(end, ranks.get("all", "1,2,3,0")).split(",")
-        pairs = [(mpi, int(number)) for mpi in options.mpi.split(",") for number in numbers]
+        libraries = options.mpi.split(",")
+        pairs = [(mpi, int(number)) for mpi in libraries for number in numbers]
         first = next((pair for pair in pairs if pair[1]), None)
-        found += [
-            Cell(end, python, *pair, repeated=bool(pair[1]) and pair != first) for pair in pairs
-        ]
+        for mpi, number in pairs:
+            repeated = bool(number) and (mpi, number) != first
+            solvers = mpi == libraries[0] or number == 2
+            found.append(Cell(end, python, mpi, number, repeated, solvers))
     return found
 
 

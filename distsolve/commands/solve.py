@@ -15,6 +15,7 @@ import scipy.io
 from distsolve import linalg, mpi
 from distsolve.commands.matrix_market import read_system
 from distsolve.commands.together import InputError, agreed, agreed_on_rank_0
+from distsolve.linalg.trees import DTYPES
 
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "cg": (linalg.cg, {"method": "classic"}),
@@ -24,7 +25,6 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gmres": (linalg.gmres, {}),
 }
 PRECONDITIONERS = ("none", "jacobi", "block_jacobi")
-DTYPES = ("float32", "float64", "complex64", "complex128")
 BLOCK = 32  # rows of a block of block_jacobi
 MOST_HISTORY = 1_000_000  # residual norms kept for a plot
 

@@ -72,6 +72,22 @@ def tolerance(value, name, dtype):
     return jnp.asarray(value).astype(dtype)
 
 
+def real_array(value, name, dtype, *shapes):
+    """Return a real array as ``dtype``; raise unless it has one of the ``shapes``."""
+    value = jnp.asarray(value)
+    if jnp.iscomplexobj(value) or value.shape not in shapes:
+        raise ValueError(
+            f"`{name}` must be real, of shape {' or '.join(map(str, shapes))}: got "
+            f"{value.dtype} of shape {value.shape}."
+        )
+    return value.astype(dtype)
+
+
+def is_plain_zero(value):
+    """Return whether this is the Python number 0, which is known to add nothing."""
+    return isinstance(value, (int, float)) and value == 0
+
+
 def step_limit(value):
     """Return `maxiter` as an int32 scalar, or None."""
     if value is None:

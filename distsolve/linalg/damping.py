@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from distsolve.linalg import arguments, trees
+
 
 class Damping(NamedTuple):
     """``shift + diag_scale diag(C) + rms_scale sqrt(v)``; a pytree.
@@ -21,15 +23,9 @@ class Damping(NamedTuple):
         """Return the damping of P parameters with scalars of dtype ``real``, or raise."""
 
         def number(value, name, *shapes):
-            value = jnp.asarray(value)
-            if jnp.iscomplexobj(value) or value.shape not in shapes:
-                raise ValueError(
-                    f"`{name}` must be real, of shape {' or '.join(map(str, shapes))}: got "
-                    f"{value.dtype} of shape {value.shape}."
-                )
-            return value.astype(real)
+            return arguments.real_array(value, name, real, *shapes)
 
-        none = isinstance(diag_scale, (int, float)) and diag_scale == 0
+        none = arguments.is_plain_zero(diag_scale)
         if rms is not None:
             if not isinstance(rms, (tuple, list)) or len(rms) != 3:
                 raise ValueError(
@@ -65,7 +61,6 @@ class Damping(NamedTuple):
             damping = damping + self.diag_scale * diagonal
         if self.rms is not None:
             scale, decay, before = self.rms
-            squares = force.real**2 + force.imag**2 if jnp.iscomplexobj(force) else force**2
-            running = decay * before + (1 - decay) * squares
+            running = decay * before + (1 - decay) * trees.squared(force)
             damping = damping + scale * jnp.sqrt(running)
         return damping, running

@@ -49,7 +49,7 @@ import jax.numpy as jnp
 
 from distsolve.linalg import arguments, derivative, operators, ritz, trees
 from distsolve.linalg.info import Reason
-from distsolve.linalg.loop import Limits, Seen, Stop, Watch, report
+from distsolve.linalg.loop import Counting, Limits, Seen, Stop, Watch, report
 
 
 class Method(NamedTuple):
@@ -85,6 +85,7 @@ class _Cycle(NamedTuple):
     r: Any  # b - A x, computed from x
     residual_norm: jax.Array
     iterations: jax.Array
+    steps: jax.Array  # with one that broke down, which is no iteration
     cycles: jax.Array
     reason: jax.Array
     breakdown: jax.Array
@@ -178,27 +179,11 @@ def _compiled(method, space, wanted, A, M, traced):
     return solve
 
 
-class _Counting:
-    """A space that counts the messages of what is traced with it."""
-
-    def __init__(self, space):
-        self._space, self._count = space, 0
-
-    def __getattr__(self, name):
-        self._count += self._space.messages(name)
-        return getattr(self._space, name)
-
-    def taken(self):
-        """Return the number of messages since the last time that it was asked."""
-        count, self._count = self._count, 0
-        return count
-
-
 def _run(method, space, wanted, A, M, A_consts, M_consts, b, x0, stop, watched=True):
     """Run cycles until the true residual or the method says why to end."""
     A = functools.partial(A, A_consts)
     M = M and functools.partial(M, M_consts)
-    space = _Counting(space)
+    space = Counting(space)
     wanted = wanted if watched else Watch()
     x = trees.zeros_like(b) if x0 is None else x0
     r = b if x0 is None else trees.subtract(b, A(x))
@@ -215,6 +200,7 @@ def _run(method, space, wanted, A, M, A_consts, M_consts, b, x0, stop, watched=T
         r,
         residual_norm,
         iterations=zero,
+        steps=zero,
         cycles=zero,
         reason=limits.at_start(rhs_norm, residual_norm),
         breakdown=jnp.zeros_like(rhs_norm),
@@ -234,7 +220,7 @@ def _run(method, space, wanted, A, M, A_consts, M_consts, b, x0, stop, watched=T
         reason=end.reason,
         iterations=end.iterations,
         residual_norm=end.residual_norm,
-        reductions=opening + cost["cycle"] * end.cycles + cost["step"] * end.iterations,
+        reductions=opening + cost["cycle"] * end.cycles + cost["step"] * end.steps,
         rhs_norm=rhs_norm,
         breakdown=end.breakdown,
         condition_estimate=end.condition,
@@ -242,32 +228,17 @@ def _run(method, space, wanted, A, M, A_consts, M_consts, b, x0, stop, watched=T
 
 
 def _cycle(method, A, M, b, limits, space, wanted, cost, s):
+    """Reduce the residual, add the correction, and see what has become of the residual."""
     unit = trees.power_of_two(s.residual_norm, b)
     eps = jnp.asarray(trees.epsilon(b), unit.dtype)
     target = jnp.maximum(s.margin * (limits.threshold / unit), eps)
     aim = Aim(jnp.where(limits.fixed, -1.0, target * target).astype(unit.dtype), eps * eps)
-    end = limits.maxiter
-    if method.restart is not None:
-        end = jnp.minimum(end, s.iterations + method.restart)
-
-    def go_on(carry):
-        state, iterations, _ = carry
-        return (state.event == Reason.RUNNING) & (iterations < end)
-
-    def step(carry):
-        state, iterations, seen = carry
-        space.taken()
-        state = method.step(A, M, aim, space, state)
-        cost["step"] = space.taken()
-        iterations += (state.event < Reason.INDEFINITE_OPERATOR).astype(jnp.int32)
-        norm = unit * jnp.sqrt(state.rr)
-        seen = seen.after(method.name, wanted, limits, iterations, norm)
-        return state, iterations, seen
 
     space.taken()
     first = method.init(A, M, trees.scale(1 / unit, s.r), aim, space)
     opening = space.taken()
-    state, iterations, seen = jax.lax.while_loop(go_on, step, (first, s.iterations, s.seen))
+    advance = functools.partial(method.step, A, M, aim, space)
+    state, iterations, seen = _iterate(method, advance, first, s, unit, limits, space, wanted, cost)
     x = trees.axpy(unit, method.answer(M, state), s.x)
     r = trees.subtract(b, A(x))
     numbers = jnp.stack([space.norm(r), state.breakdown, ritz.condition(state.ritz)])
@@ -289,6 +260,7 @@ def _cycle(method, A, M, b, limits, space, wanted, cost, s):
         Reason.RUNNING,
     ).astype(jnp.int32)
     broken = (reason == Reason.INDEFINITE_OPERATOR) | (reason == Reason.INDEFINITE_PRECONDITIONER)
+    failed = (first.event == Reason.RUNNING) & (state.event >= Reason.INDEFINITE_OPERATOR)
     # Restarting from a residual that is all rounding can make it worse: keep the better.
     worse = (reason == Reason.STAGNATED) & (residual_norm > s.residual_norm)
     return _Cycle(
@@ -296,6 +268,7 @@ def _cycle(method, A, M, b, limits, space, wanted, cost, s):
         r,
         jnp.where(worse, s.residual_norm, residual_norm),
         iterations,
+        s.steps + (iterations - s.iterations) + failed.astype(jnp.int32),
         s.cycles + 1,
         reason,
         jnp.where(broken, breakdown * unit * unit, jnp.zeros_like(breakdown)),
@@ -303,3 +276,26 @@ def _cycle(method, A, M, b, limits, space, wanted, cost, s):
         jnp.where(lied, 0.5, s.margin).astype(unit.dtype),
         seen,
     )
+
+
+def _iterate(method, advance, state, s, unit, limits, space, wanted, cost):
+    """Take steps until the method, the limit or a restart ends them."""
+    end = limits.maxiter
+    if method.restart is not None:
+        end = jnp.minimum(end, s.iterations + method.restart)
+
+    def go_on(carry):
+        state, iterations, _ = carry
+        return (state.event == Reason.RUNNING) & (iterations < end)
+
+    def step(carry):
+        state, iterations, seen = carry
+        space.taken()
+        state = advance(state)
+        cost["step"] = space.taken()
+        iterations += (state.event < Reason.INDEFINITE_OPERATOR).astype(jnp.int32)
+        norm = unit * jnp.sqrt(state.rr)
+        seen = seen.after(method.name, wanted, limits, iterations, norm)
+        return state, iterations, seen
+
+    return jax.lax.while_loop(go_on, step, (state, s.iterations, s.seen))

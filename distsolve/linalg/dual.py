@@ -62,8 +62,7 @@ def solve(
     A, R, N = A[:, :width], A[:, width:-1].T, safe(A[:, -1].real.sum())
 
     forces = jnp.matmul(R.conj(), A, precision=HIGHEST).conj() / N.astype(A.dtype)
-    squares = A.real**2 + A.imag**2 if jnp.iscomplexobj(A) else A**2
-    diagonal = squares.sum(0) / N
+    diagonal = trees.squared(A).sum(0) / N
     shift, running = damping.of(mine).at(forces[0], diagonal)
     if damping.is_vector:
         # A column of zeros may have no damping, and has no update then; any other one must.

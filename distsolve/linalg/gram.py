@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
-from distsolve.linalg import gram_product
-from distsolve.linalg.jacobian import check_weights, mean_of, ravel, safe, unravel
+from distsolve.linalg import arguments, gram_product, trees
+from distsolve.linalg.jacobian import check_weights, mean_of, safe
 from distsolve.linalg.space import Sharded, Space
 from distsolve.linalg.trees import HIGHEST
 
@@ -49,20 +50,12 @@ class SRMatrix:
 
     def _damp(self, shift, diag_scale):
         """Set the damping; the diagonal it may need is one message."""
-        self.shift = self._scalars(shift, "shift", (self.size,))
+        real = self.real_dtype
+        self.shift = arguments.real_array(shift, "shift", real, (), (self.size,))
         self.diag_scale = self.diagonal = None
-        if not (isinstance(diag_scale, (int, float)) and diag_scale == 0):
-            self.diag_scale = self._scalars(diag_scale, "diag_scale")
+        if not arguments.is_plain_zero(diag_scale):
+            self.diag_scale = arguments.real_array(diag_scale, "diag_scale", real, ())
             self.diagonal = self._gram_diagonal()
-
-    def _scalars(self, value, name, *shapes):
-        value = jnp.asarray(value)
-        if jnp.iscomplexobj(value) or value.shape not in ((), *shapes):
-            raise ValueError(
-                f"`{name}` must be real, of shape {' or '.join(map(str, ((), *shapes)))}: got "
-                f"{value.dtype} of shape {value.shape}."
-            )
-        return value.astype(self.real_dtype)
 
     @property
     def size(self) -> int:
@@ -130,8 +123,8 @@ class SRMatrix:
     ) -> tuple[jax.Array, jax.Array]:
         """Return ``S V`` and ``V^H S V`` from ``C V`` and ``V^H C V``; no communication."""
         damping = jnp.broadcast_to(self._damping(self.diagonal), V.shape[1:])[None]
-        squares = V.real**2 + V.imag**2 if jnp.iscomplexobj(V) else V**2
-        return U + damping.astype(V.dtype) * V, quadratic + jnp.sum(damping * squares, 1)
+        added = jnp.sum(damping * trees.squared(V), 1)
+        return U + damping.astype(V.dtype) * V, quadratic + added
 
     def __matmul__(self, v: Any) -> Any:
         """Return ``S v``, for ``v`` (P,) or a pytree of P numbers in the order of its leaves.
@@ -144,8 +137,9 @@ class SRMatrix:
                 f"a vector must have leaves of one dtype: got {[str(x.dtype) for x in leaves]}."
             )
         none = jnp.zeros(0, self.real_dtype)
-        product, _, _ = self.product(ravel(v)[None], none)
-        return unravel(product[0], v)
+        row, shaped = ravel_pytree(v)
+        product, _, _ = self.product(row[None], none)
+        return shaped(product[0])
 
     def __call__(self, v: Any) -> Any:
         """Return ``S v``; the same as ``S @ v``."""
@@ -216,8 +210,7 @@ class SRMatrix:
         """Return diag(C) (P,); one message."""
 
         def add(sums, J, weights):
-            squares = J.real**2 + J.imag**2 if jnp.iscomplexobj(J) else J**2
-            return sums + jnp.matmul(weights, squares, precision=HIGHEST)
+            return sums + jnp.matmul(weights, trees.squared(J), precision=HIGHEST)
 
         sums = self._fold(add, jnp.zeros(self.size, self.real_dtype))
         return mean_of(sums, jnp.asarray(self._weight_here(), sums.dtype), self.rows)

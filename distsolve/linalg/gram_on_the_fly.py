@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from distsolve.linalg import gram_product
 from distsolve.linalg.gram import SRMatrix
@@ -22,13 +23,11 @@ from distsolve.linalg.jacobian import (
     count,
     fold,
     mean_of,
-    ravel,
     row_dtype,
     row_function,
-    unravel,
 )
 from distsolve.linalg.space import Sharded, Space
-from distsolve.linalg.trees import HIGHEST, vary_like
+from distsolve.linalg.trees import HIGHEST, squared, vary_like
 
 
 @jax.tree_util.register_pytree_node_class
@@ -154,9 +153,10 @@ class GramOnTheFly(SRMatrix):
         own = vary_like(self.params, x)  # as for `jacobian`
         out, forward = jax.linearize(values, own)
         backward = jax.linear_transpose(forward, own)
+        _, shaped = ravel_pytree(own)
         return (
-            lambda v: forward(unravel(vary_like(v, x), own)).astype(v.dtype),
-            lambda W: ravel(backward(vary_like(W, x).astype(out.dtype))[0]),
+            lambda v: forward(shaped(vary_like(v, x))).astype(v.dtype),
+            lambda W: ravel_pytree(backward(vary_like(W, x).astype(out.dtype))[0])[0],
         )
 
     def _mean(self):
@@ -185,10 +185,9 @@ class GramOnTheFly(SRMatrix):
             def product(v, shift):
                 W = forward(v) - shift[:, None]
                 weighted = W * weights[None].astype(v.dtype)
-                squares = W.real**2 + W.imag**2 if jnp.iscomplexobj(W) else W**2
                 return (
                     backward(weighted.conj()).conj(),
-                    jnp.sum(squares * weights[None]),
+                    jnp.sum(squared(W) * weights[None]),
                     weighted.sum(1),
                 )
 

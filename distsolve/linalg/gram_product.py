@@ -19,9 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from distsolve.linalg.native import gram as _native
-from distsolve.linalg.trees import HIGHEST, vary_like
-
-DTYPES = ("float32", "float64", "complex64", "complex128")
+from distsolve.linalg.trees import DTYPES, HIGHEST, squared, vary_like
 
 
 def gram_product(J, V, tail, weights=None):
@@ -80,7 +78,7 @@ def plain(J, V, weights, tail):
     U, norms = jnp.zeros_like(V), jnp.zeros(len(V), tail.dtype)
     for part in parts:
         W = rows_times(part, V)
-        squares = W.real**2 + W.imag**2 if jnp.iscomplexobj(W) else W**2
+        squares = squared(W)
         if weights.size:
             W, squares = W * weights[None].astype(W.dtype), squares * weights[None]
         U = U + jnp.matmul(W.conj(), part, precision=HIGHEST).conj()

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from distsolve.linalg.space import Sharded, Space
 from distsolve.linalg.trees import HIGHEST, vary_like
@@ -166,13 +167,13 @@ def row_function(log_psi, params, mode):
         # be summed over the devices.
         own = vary_like(params, x)
         if mode == "holomorphic":
-            return ravel(jax.grad(log_psi, holomorphic=True)(own, x))
+            return ravel_pytree(jax.grad(log_psi, holomorphic=True)(own, x))[0]
         if mode == "real":
-            return ravel(jax.grad(log_psi)(own, x))
+            return ravel_pytree(jax.grad(log_psi)(own, x))[0]
         (y, _), pull = jax.vjp(functools.partial(real_and_imag, log_psi, x=x), own)
         zero, one = jnp.zeros_like(y), jnp.ones_like(y)
         (re,), (im,) = pull((one, zero)), pull((zero, one))
-        return jax.lax.complex(ravel(re), ravel(im))
+        return jax.lax.complex(ravel_pytree(re)[0], ravel_pytree(im)[0])
 
     return row
 
@@ -181,20 +182,6 @@ def real_and_imag(log_psi, params, x):
     """Return real and imaginary part of a complex ``log_psi``."""
     y = log_psi(params, x)
     return y.real, y.imag
-
-
-def ravel(tree):
-    """Return all leaves in one row, in the order of `jax.tree.leaves`."""
-    return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
-
-
-def unravel(row, like):
-    """Return the tree with the shapes of ``like`` that `ravel` made a row of."""
-    leaves, treedef = jax.tree.flatten(like)
-    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
-    parts = jnp.split(row, ends)
-    shaped = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
-    return jax.tree.unflatten(treedef, shaped)
 
 
 def count(samples):

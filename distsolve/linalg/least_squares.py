@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from distsolve.linalg import arguments, derivative, driver, operators, trees
 from distsolve.linalg.info import Info, Reason
 from distsolve.linalg.krylov import cg_classic
-from distsolve.linalg.space import Space
+from distsolve.linalg.loop import Counting
 
 
 class Problem(NamedTuple):
@@ -24,12 +24,16 @@ class Problem(NamedTuple):
     A: Any
     adjoint: Any
     damp: jax.Array
-    rows: Space  # of b
-    columns: Space  # of x
+    rows: Any  # the space of b
+    columns: Any  # the space of x
 
     def decide(self, x):
         """Return a value equal on all ranks, for one message or none."""
         return (self.rows if self.rows.is_whole else self.columns).decide(x)
+
+    def taken(self):
+        """Return the number of messages in both spaces since the last time; see `Counting`."""
+        return self.rows.taken() + self.columns.taken()
 
 
 class Aim(NamedTuple):
@@ -66,6 +70,7 @@ class _Look(NamedTuple):
 
     state: Any
     iterations: jax.Array
+    steps: jax.Array  # with those that broke down, which are no iterations
     looks: jax.Array
     margin: jax.Array  # how far below the rules the method is to aim
     residual: jax.Array  # ||b - A x||
@@ -98,6 +103,7 @@ class _Operators:
             adjoint = transpose(A, like)
         else:
             adjoint = functools.partial(self.adjoint, adjoint_consts)
+        # Not the spaces that `_run` counts with: this sum is a part of the product.
         if self.columns.is_whole and not self.rows.is_whole:
             # Each rank's rows give a share of A^H u.
             return Problem(A, lambda u: self.rows.sum(adjoint(u)), damp, self.rows, self.columns)
@@ -120,7 +126,8 @@ def transpose(A, like):
 def drive(method, A, b, x0, *, adjoint, damp, tol, atol, maxiter, rows, columns, args):
     """Check the arguments, solve, and return ``(x, info)``."""
     b = arguments.as_vector(b)
-    x0 = None if x0 is None else arguments.as_vector(x0)
+    # Constants of the user's program stay values, for the reason that `driver.drive` tells.
+    x0 = None if x0 is None else jax.lax.optimization_barrier(arguments.as_vector(x0))
     if operators.is_matrix(A):
         A, adjoint, like = _matrix(A, b, adjoint, columns)
     else:
@@ -232,23 +239,29 @@ def _solve(programs, started, A_consts, adjoint_consts, b, x0, stop):
 
 def _run(method, problem, b, x0, stop, started):
     """Run the method until the true residuals or the method say why to end."""
+    b = jax.lax.optimization_barrier(b)  # the first product with the adjoint is of b
     r = trees.subtract(b, problem.A(x0)) if started else b
+    rows, columns = Counting(problem.rows), Counting(problem.columns)
+    problem = problem._replace(rows=rows, columns=columns)
     limits = _open(problem, b, r, x0, stop)
     problem = problem._replace(damp=limits.damp)
     unit = trees.power_of_two(limits.residual, b)
     zero = jnp.zeros((), jnp.int32)
+    state = method.init(problem, trees.scale(1 / unit, r), x0)
+    opening = problem.taken()
     first = _Look(
-        method.init(problem, trees.scale(1 / unit, r), x0),
+        state,
         iterations=zero,
+        steps=zero,
         looks=zero,
         margin=jnp.ones_like(unit),
         residual=limits.residual,
         normal=jnp.full_like(unit, jnp.inf),
         reason=limits.reason,
     )
-    look = functools.partial(_look, method, problem, b, x0, unit, limits)
+    cost: dict[str, int] = {}
+    look = functools.partial(_look, method, problem, b, x0, unit, limits, cost)
     end = jax.lax.while_loop(lambda s: s.reason == Reason.RUNNING, look, first)
-    sent = functools.partial(_messages, problem)
     return trees.axpy(unit, end.state.x, x0), Info(
         converged=end.reason == Reason.CONVERGED,
         reason=end.reason,
@@ -258,10 +271,7 @@ def _run(method, problem, b, x0, stop, started):
         threshold=limits.threshold,
         breakdown=jnp.zeros_like(unit),
         condition_estimate=end.state.condition,
-        # A step takes a norm in each space and a decision, as does a look; so does the start.
-        reductions=sent("norm") * (end.iterations + end.looks + 1)
-        + sent("decide") * (end.iterations + end.looks)
-        + problem.rows.messages("open"),
+        reductions=opening + cost["step"] * end.steps + cost["look"] * end.looks,
     )
 
 
@@ -301,23 +311,27 @@ def _open(problem, b, r, x0, stop):
     return _Limits(tol, threshold, damp, maxiter, fixed, norms[0], norms[1], reason)
 
 
-def _look(method, problem, b, x0, unit, limits, before):
+def _look(method, problem, b, x0, unit, limits, cost, before):
     """Let the method run until it thinks that it is done, and look at the true residuals."""
     eps = jnp.asarray(trees.epsilon(b), unit.dtype)
     goals = before.margin * limits.threshold / unit, before.margin * limits.tol
     aim = Aim(*(jnp.where(limits.fixed, -1, jnp.maximum(goal, eps)) for goal in goals))
 
     def runs(carry):
-        state, iterations = carry
+        state, iterations, _ = carry
         return (state.event == Reason.RUNNING) & (iterations < limits.maxiter)
 
     def step(carry):
-        state, iterations = carry
+        state, iterations, steps = carry
+        problem.taken()
         state = method.step(problem, aim, state)
-        return state, iterations + (state.event < Reason.INDEFINITE_OPERATOR).astype(jnp.int32)
+        cost["step"] = problem.taken()
+        iterations += (state.event < Reason.INDEFINITE_OPERATOR).astype(jnp.int32)
+        return state, iterations, steps + 1
 
     start = before.state._replace(event=jnp.full((), Reason.RUNNING, jnp.int32))
-    state, iterations = jax.lax.while_loop(runs, step, (start, before.iterations))
+    carry = start, before.iterations, before.steps
+    state, iterations, steps = jax.lax.while_loop(runs, step, carry)
 
     move = trees.scale(unit, state.x)
     r = trees.subtract(b, problem.A(trees.axpy(jnp.ones_like(unit), move, x0)))
@@ -325,6 +339,7 @@ def _look(method, problem, b, x0, unit, limits, before):
     gradient = trees.axpy(-pull, move, problem.adjoint(r))
     norms = problem.rows.norm(r), problem.columns.norm(gradient), problem.columns.norm(move)
     residual, normal, moved = problem.decide(jnp.stack(norms))
+    cost["look"] = problem.taken()
 
     damped = jnp.hypot(residual, problem.damp * moved)
     met = (residual <= limits.threshold) | (normal <= limits.tol * state.norm * damped)
@@ -347,11 +362,4 @@ def _look(method, problem, b, x0, unit, limits, before):
         Reason.RUNNING,
     ).astype(jnp.int32)
     margin, looks = before.margin / 2, before.looks + 1
-    return _Look(state, iterations, looks, margin, residual, normal, reason)
-
-
-def _messages(problem, method):
-    """Return how many messages a norm in each space, or a decision, takes."""
-    if method == "norm":
-        return problem.rows.messages(method) + problem.columns.messages(method)
-    return (problem.rows if problem.rows.is_whole else problem.columns).messages(method)
+    return _Look(state, iterations, steps, looks, margin, residual, normal, reason)

@@ -102,6 +102,22 @@ class Seen(NamedTuple):
         return Seen(history, due)
 
 
+class Counting:
+    """A space that counts the messages of what is traced with it."""
+
+    def __init__(self, space):
+        self._space, self._count = space, 0
+
+    def __getattr__(self, name):
+        self._count += self._space.messages(name)
+        return getattr(self._space, name)
+
+    def taken(self):
+        """Return the number of messages since the last time that it was asked."""
+        count, self._count = self._count, 0
+        return count
+
+
 def report(
     name, wanted, space, limits, seen, *, reason, iterations, residual_norm, reductions, **more
 ):

@@ -61,5 +61,5 @@ class MeshAxis(Space):
     def offset(self, n: int) -> jax.Array:
         """Return how many entries are on the devices before this one. One psum."""
         counts = self.gather(jnp.asarray(n, jnp.int32))
-        before = jnp.arange(self.ranks()) < jax.lax.axis_index(self.name)
+        before = jnp.arange(self.ranks(), dtype=jnp.int32) < jax.lax.axis_index(self.name)
         return jnp.sum(jnp.where(before, counts, 0), dtype=jnp.int32)

@@ -23,16 +23,14 @@ from jax.typing import ArrayLike
 from distsolve.linalg import cholesky, dual, trees
 from distsolve.linalg.damping import Damping
 from distsolve.linalg.gram import Gram
-from distsolve.linalg.gram_product import DTYPES
-from distsolve.linalg.jacobian import check_weights, safe
+from distsolve.linalg.jacobian import MODES, check_weights, safe
 from distsolve.linalg.krylov.cg import cg
 from distsolve.linalg.plan import choose, is_tracing
 from distsolve.linalg.space import Sharded, Space
-from distsolve.linalg.trees import HIGHEST
+from distsolve.linalg.trees import DTYPES, HIGHEST
 from distsolve.linalg.update import UpdateInfo
 
 METHODS = ("auto", "cg", "dense", "kernel")
-MODES = ("real", "complex", "holomorphic")
 
 
 def natural_gradient(
@@ -203,9 +201,8 @@ def _open(J, residuals, momentum, weights, damping, *, dtype, rows):
     forces = forces if jnp.issubdtype(dtype, jnp.complexfloating) else forces.real
     diagonal = None
     if damping.diag_scale is not None:
-        squares = J.real**2 + J.imag**2 if jnp.iscomplexobj(J) else J**2
         ones = jnp.ones(len(J), real) if weights is None else weights
-        diagonal = jnp.matmul(ones, squares, precision=HIGHEST)
+        diagonal = jnp.matmul(ones, trees.squared(J), precision=HIGHEST)
     sums, unpack = ravel_pytree(
         (trees.real_parts(forces), [] if diagonal is None else [diagonal], weight)
     )

@@ -106,9 +106,19 @@ class Nystrom:
         the next is a signal that costs nothing; this one needs no solve, and does not confuse an
         aged preconditioner with a harder right-hand side.
 
-        Parameters, Communication
-        -------------------------
-        As for `quality`; the result is equal on all ranks, so that they can branch on it together.
+        Parameters
+        ----------
+        operator, key, probes
+            As for `quality`.
+        factor : float
+
+        Returns
+        -------
+        bool scalar, equal on all ranks, so that they can branch on it together.
+
+        Communication
+        -------------
+        That of `quality`.
         """
         return ~(self.quality(operator, key, probes=probes) <= factor)
 
@@ -297,7 +307,7 @@ def _inverse_root(x, where):
 
 
 def _product(x, y):
-    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+    return jnp.matmul(x, y, precision=trees.HIGHEST)
 
 
 def _inner(x, y):

@@ -53,7 +53,7 @@ class Space:
         """Return what a solve starts from: norms, scalars that all ranks agree on, the size.
 
         ``inputs`` are each rank's own idea of the user's scalars: (m,) floats of the vectors'
-        `trees.scalar_dtype`. Rank 0 decides; for replicated vectors the largest value does.
+        `trees.scalar_dtype`. Rank 0 decides.
         ``here`` is what `rank_zero` returned outside the program: the text of the program is then
         the same on all ranks. The norms of k vectors alike are (k,), and the size is that of one.
 
@@ -248,7 +248,9 @@ class Replicated(_OnRanks):
     ) -> tuple[jax.Array, jax.Array, int]:
         """Return what a solve starts from, as `Space.open`: one allreduce; none at one rank."""
         norms = jnp.stack([self.norm(x) for x in vectors])
-        agreed = self.agree(jnp.concatenate([norms, inputs]))
+        here = self.rank_zero() if here is None else here
+        decided = jnp.where(here, inputs, jnp.full_like(inputs, -jnp.inf))
+        agreed = self.agree(jnp.concatenate([norms, decided]))
         return agreed[: len(norms)], agreed[len(norms) :], self.size(vectors[0])
 
     def messages(self, method: str) -> int:

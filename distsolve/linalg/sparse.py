@@ -15,8 +15,8 @@ import scipy.sparse
 
 from distsolve.linalg import ellpack
 from distsolve.linalg.space import Sharded
+from distsolve.linalg.trees import DTYPES
 
-DTYPES = ("float32", "float64", "complex64", "complex128")
 # What a row costs beyond its entries, in entries: the vector operations of a solver.
 _ROW_WORK = 10
 

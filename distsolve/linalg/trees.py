@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 HIGHEST = jax.lax.Precision.HIGHEST
+DTYPES = ("float32", "float64", "complex64", "complex128")  # that kernels and files take
 _DIGIT_BITS = 8
 _DIGIT = 1 << _DIGIT_BITS
 
@@ -75,6 +76,11 @@ def from_real_parts(parts, like):
         for leaf in leaves
     ]
     return jax.tree.unflatten(treedef, joined)
+
+
+def squared(x):
+    """Return ``|x_i|^2`` of each entry of an array, without the root that `jnp.abs` takes."""
+    return x.real**2 + x.imag**2 if jnp.iscomplexobj(x) else x**2
 
 
 def scalar_dtype(x):
@@ -214,6 +220,17 @@ def project(V, w):
         product = jnp.tensordot(rows, vector.conj(), axes=vector.ndim, precision=HIGHEST).conj()
         total = total + (product if whole else product.real).astype(dtype)
     return total
+
+
+def combine(V, y):
+    """Return the sum of the vectors of a stack ``V_i`` with the coefficients ``y``: (m,)."""
+
+    def leaf(rows):
+        wide = _wide(rows.dtype)
+        total = jnp.tensordot(y.astype(wide), rows.astype(wide), axes=1, precision=HIGHEST)
+        return total.astype(rows.dtype)
+
+    return jax.tree.map(leaf, V)
 
 
 def power_of_two(value, x):

@@ -6,14 +6,17 @@ import jax
 import numpy as np
 from spmd import agree, assert_allclose, ranks
 
+from distsolve import mpi
 from distsolve.linalg import Replicated, Sharded
 
 
-def check(result, x, reason, rtol=1e-12, atol=0.0):
+def check(result, x, reason, iterations=None, rtol=1e-12, atol=0.0):
     """Compare a solve with what it should give, on all ranks."""
     found, info = result
     agree(info.reason_name == reason, f"{info.reason_name}: {info.message}")
     agree(bool(info.converged) == (reason == "converged"), info.message)
+    if iterations is not None:
+        agree(int(info.iterations) == iterations, info.message)
     assert_allclose(found, x, rtol=rtol, atol=atol)
 
 
@@ -23,6 +26,26 @@ def same_everywhere(info):
 
     mine = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(info)]
     agree(mine == MPI.COMM_WORLD.bcast(mine), f"{info}")
+
+
+def counted(function, *args):
+    """Return the result of a call, and the number of its reductions on this rank."""
+
+    def reductions():
+        calls = mpi.call_count()
+        return calls.get("MPI_Allreduce", 0) + calls.get("MPI_Iallreduce", 0)
+
+    before = reductions()
+    result = jax.block_until_ready(function(*args))
+    return result, reductions() - before
+
+
+def messages(function, *args):
+    """Return the result of a call after the first, and the number of its MPI calls of any kind."""
+    jax.block_until_ready(function(*args))
+    before = sum(mpi.call_count().values())
+    result = jax.block_until_ready(function(*args))
+    return result, sum(mpi.call_count().values()) - before
 
 
 class Layout(NamedTuple):

@@ -10,29 +10,12 @@ import pytest
 import scipy.sparse.linalg
 from linalg import problems
 from linalg.problems import Product
+from linalg.solves import check, same_everywhere
 from spmd import agree, assert_allclose, ranks
 
 from distsolve import mpi
 from distsolve.linalg import Reason, SolveError, cg
 from distsolve.linalg.krylov.cg_classic import COST
-
-
-def check(result, x, reason, iterations=None, rtol=1e-12, atol=0.0):
-    """Compare a solve with what it should give, on all ranks."""
-    found, info = result
-    assert_allclose(found, x, rtol=rtol, atol=atol)
-    agree(info.reason_name == reason, f"{info.reason_name}: {info.message}")
-    agree(bool(info.converged) == (reason == "converged"), info.message)
-    if iterations is not None:
-        agree(int(info.iterations) == iterations, info.message)
-
-
-def same_everywhere(info):
-    """Assert that the report is the same on all ranks."""
-    from mpi4py import MPI
-
-    mine = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(info)]
-    agree(mine == MPI.COMM_WORLD.bcast(mine), f"{info}")
 
 
 def sr_operator(system):

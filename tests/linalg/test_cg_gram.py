@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.sparse.linalg
-from linalg.solves import same_everywhere
+from linalg.solves import counted, same_everywhere
 from spmd import agree, assert_allclose, ranks
 
-from distsolve import mpi
 from distsolve.linalg import Gram, Replicated, cg
 from distsolve.linalg.krylov import cg_gram
 
@@ -32,13 +31,6 @@ def system(dtype=np.float64, shift=1e-3):
     S = J.conj().T @ J / SAMPLES + shift * np.eye(PARAMETERS)
     b = (J.conj().T @ random.normal(size=SAMPLES) / SAMPLES).astype(dtype)
     return jnp.asarray(mine), S, b
-
-
-def counted(function):
-    """Return what the function returns, and how many allreduces it took on this rank."""
-    before = mpi.call_count()["MPI_Allreduce"]
-    result = jax.block_until_ready(function())
-    return result, mpi.call_count()["MPI_Allreduce"] - before
 
 
 @pytest.fixture(params=["x travels", "x travels near the end"])
@@ -110,6 +102,15 @@ def test_breakdowns_are_those_of_the_classic_method(travels):
         assert_allclose(x, want, rtol=1e-9)
         assert_allclose(info.residual_norm, classic.residual_norm, rtol=1e-9)
         assert_allclose(info.breakdown, classic.breakdown, rtol=1e-6)
+
+
+def test_rows_that_every_rank_holds():
+    J = jnp.asarray(np.random.default_rng(4).normal(size=(9, 5)))
+    S = np.asarray(J.T @ J) / 9 + 0.1 * np.eye(5)
+    x, info = cg(Gram(J, shift=0.1, rows=Replicated()), np.ones(5), tol=1e-12)
+    same_everywhere(info)
+    agree(info.reason_name == "converged", info.message)
+    assert_allclose(x, np.linalg.solve(S, np.ones(5)), rtol=1e-9)
 
 
 def test_nothing_to_do():

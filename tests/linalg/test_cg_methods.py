@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse.linalg
 from linalg import problems
-from linalg.solves import check, layout, same_everywhere
+from linalg.solves import check, counted, layout, same_everywhere
 from spmd import agree, assert_allclose, ranks
 
 from distsolve import mpi
@@ -17,7 +17,6 @@ from distsolve.linalg.krylov import cg_pipelined, cg_single_reduction
 
 METHODS = {"single_reduction": cg_single_reduction.COST, "pipelined": cg_pipelined.COST}
 N = 12
-MESSAGES = ("MPI_Allreduce", "MPI_Iallreduce")
 
 
 @pytest.fixture(params=METHODS)
@@ -29,14 +28,6 @@ def method(request):
 @functools.cache
 def spd(dtype=np.float64, condition=100.0, n=N):
     return problems.random_spd(n, dtype, condition)
-
-
-def counted(function, *args):
-    """Run a function, and return its result and the number of its reductions."""
-    before = mpi.call_count()
-    result = jax.block_until_ready(function(*args))
-    after = mpi.call_count()
-    return result, sum(after.get(name, 0) - before.get(name, 0) for name in MESSAGES)
 
 
 # Three unknowns and a given limit throughout: all of these run one compiled program, or two.

@@ -77,7 +77,7 @@ def test_a_step_of_least_squares_costs_what_the_table_says(columns):
         columns_space, unknowns = Sharded(), len(b)
         forward = backward = lambda p: marked(diagonal * p)
         expected = cost["reductions"]
-    (messages, products), _ = counted(
+    (messages, products), unseen = counted(
         lambda k: lsmr(
             forward,
             b,
@@ -90,3 +90,6 @@ def test_a_step_of_least_squares_costs_what_the_table_says(columns):
     )
     agree(messages == (expected if ranks().size > 1 else 0), f"{messages} {cost}")
     agree(products == cost["matvec"] + cost["adjoint"], f"{products} products, {cost}")
+    # The sums of shares are a part of the products.
+    seen = columns == "replicated" or unseen == (0, 0)
+    agree(seen, f"info.reductions misses {unseen}")

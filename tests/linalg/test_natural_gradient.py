@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linalg.solves import messages
 from spmd import agree, assert_allclose, ranks
 
-from distsolve import MeshAxis, Sharded, mpi, natural_gradient, plan
+from distsolve import MeshAxis, Sharded, natural_gradient, plan
 from distsolve.linalg import SolveError
 from distsolve.linalg.plan import Machine
 
@@ -59,14 +60,6 @@ class Case:
 
 
 case = functools.cache(Case)
-
-
-def messages(function):
-    """Return the result, and how many messages one call takes after the first."""
-    jax.block_until_ready(function())
-    before = sum(mpi.call_count().values())
-    out = jax.block_until_ready(function())
-    return out, sum(mpi.call_count().values()) - before
 
 
 # The cases of cg are few, as it takes longest to compile, and has tests of its own.

@@ -72,10 +72,12 @@ def cg(
     Communication
     -------------
     One product with ``A`` in each step and one at the end, for the true residual; one more if
-    ``x0`` is given. Beyond that, for k steps in one cycle: sharded vectors 2 k + 3 messages with
-    ``"classic"`` and k + 3 with the others; replicated vectors k + 2 tiny ones (k + 3 with ``M``
-    or with the others) at more than one rank, in which the ranks agree to stop. With a `Gram`
-    operator nothing beyond it: all rides in its one message a product, the true residual included.
+    ``x0`` is given, one more with ``"single_reduction"``, and two more with ``"pipelined"``, which
+    takes some besides where it replaces vectors. Beyond that, for k steps in one cycle: sharded
+    vectors 2 k + 3 messages with ``"classic"`` and k + 3 with the others; replicated vectors k + 2
+    tiny ones (k + 3 with ``M`` or with the others) at more than one rank, in which the ranks agree
+    to stop. With a `Gram` operator and ``"classic"`` k messages in all, at least one, and one more
+    for ``x0``: all rides in its one message a product, the true residual included.
 
     References
     ----------
@@ -94,7 +96,9 @@ def cg(
     """
     space = arguments.space(space)
     arrangement = arguments.choice(method, METHODS, "method")
-    if isinstance(A, SRMatrix) and method == "classic" and not args and space.is_whole:
+    # Where every rank has all rows, products are no messages that an agreement could ride in.
+    reduces = isinstance(A, SRMatrix) and not A.rows.is_whole
+    if reduces and method == "classic" and not args and space.is_whole:
         arrangement = cg_gram.METHOD
     return driver.drive(
         arrangement,

@@ -70,12 +70,11 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     return State(x, r, p, unit_new, unit_of_m, rz_new, rr_new, event, breakdown, estimates)
 
 
-def decide(
-    space: Space, event: jax.Array, rz: jax.Array, rr: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def decide(space: Space, event: jax.Array, *products: jax.Array) -> list[jax.Array]:
     """Return an event and the products that decide of the next step, equal on all ranks."""
-    event, rz, rr = space.decide(jnp.stack([event.astype(rr.dtype), rz, rr]))
-    return event.astype(jnp.int32), rz, rr
+    dtype = products[0].dtype
+    code, *agreed = space.decide(jnp.stack([event.astype(dtype), *products]))
+    return [code.astype(jnp.int32), *agreed]
 
 
 def judge(

@@ -87,39 +87,23 @@ def run(
 ) -> tuple[Any, Info]:
     """Solve and report, as `driver.drive` asks of a loop; ``S`` holds an `SRMatrix`."""
     matrix = S.held(S_consts)
-    none = jnp.zeros(0, matrix.real_dtype)
-    b, shaped = ravel_pytree(b)
-    x, r = jnp.zeros_like(b), b
-    if x0 is not None:
-        x, _ = ravel_pytree(x0)
-        r = b - matrix.product(x[None], none)[0][0]
+    # A constant of the user's program stays a value, for the reason that `driver.drive` tells.
+    b, shaped = ravel_pytree(jax.lax.optimization_barrier(b))
 
     def apply_M(r: Any) -> Any:
         return r if M is None else ravel_pytree(M(M_consts, shaped(r)))[0]
 
-    # The first product is of J with this rank's own copy of b: where copies differ in their last
-    # bits, that is rounding. In the same message all ranks get rank 0's, and go on with that.
-    norm = trees.norm(r)
-    scaled = trees.scale(1 / trees.power_of_two(norm, r), r)
-    p, _, _ = direction(apply_M, scaled, trees.vdot(scaled, scaled))
-    vectors = [b] if x0 is None else [b, x, r]
-    parts = [trees.real_parts(v) for v in vectors]
-    ours, unpack = ravel_pytree((stop.pack(matrix.real_dtype), parts))
-    nan_anywhere = jnp.where(jnp.isfinite(norm), 0, jnp.full_like(norm, jnp.nan))
-    extra = jnp.append(jnp.where(stop.here, ours, 0), nan_anywhere)
-    Cp, pCp, agreed = matrix.undamped_product(p[None], extra)
-    packed, vectors = unpack(agreed[:-1])
-    b, *more = [trees.from_real_parts(parts, b) for parts in vectors]
-    x, r = more or (x, b)
-
+    start = None if x0 is None else ravel_pytree(x0)[0]
+    packed, (b, x, r), fault, Cp, pCp = open_together(matrix, apply_M, b, start, stop)
     rhs_norm, residual_norm = trees.norm(b), trees.norm(r)
     zero_rhs = rhs_norm == 0  # its solution is zero
     x, r = trees.select(zero_rhs, (jnp.zeros_like(x), b), (x, r))
-    residual_norm = jnp.where(zero_rhs, 0, residual_norm) + agreed[-1]
+    residual_norm = jnp.where(zero_rhs, 0, residual_norm) + fault
     limits = Limits.agreed(packed, rhs_norm, len(b), stop)
     unit = trees.power_of_two(residual_norm, r)
     r = trees.scale(1 / unit, r)
     p, unit_M, rz = direction(apply_M, r, trees.vdot(r, r))
+    none = jnp.zeros(0, matrix.real_dtype)
     problem = Problem(
         lambda V: matrix.product(V, none)[:2],
         lambda r: trees.scale(1 / unit_M, apply_M(r)),
@@ -129,10 +113,10 @@ def run(
         wanted if watched else Watch(),
     )
     reason = limits.at_start(rhs_norm, residual_norm)
-    start = init(problem, p, rz / unit_M, reason, residual_norm)
-    (Sp,), (pSp,) = matrix.damped(start.p[None], Cp, pCp)
-    first = step(problem, start, Sp, pSp, jnp.zeros_like(b))
-    end = iterate(problem, trees.select(start.event == Reason.RUNNING, first, start))
+    state = init(problem, p, rz / unit_M, reason, residual_norm)
+    (Sp,), (pSp,) = matrix.damped(state.p[None], Cp, pCp)
+    first = step(problem, state, Sp, pSp, jnp.zeros_like(b))
+    end = iterate(problem, trees.select(state.event == Reason.RUNNING, first, state))
     reason = jnp.where(end.event == Reason.RUNNING, limits.at_limit(), end.event)
     broken = (reason > Reason.STAGNATED) & (reason < Reason.NONFINITE)
     scales = jnp.where(reason == Reason.INDEFINITE_OPERATOR, unit_M * unit_M, unit_M) * unit * unit
@@ -150,6 +134,35 @@ def run(
         breakdown=jnp.where(broken, end.breakdown * scales, 0),
         condition_estimate=ritz.condition(end.ritz),
     )
+
+
+def open_together(
+    matrix: Any, apply_M: Any, b: jax.Array, x0: jax.Array | None, stop: Stop
+) -> tuple[jax.Array, list[jax.Array], jax.Array, jax.Array, jax.Array]:
+    """Return what all ranks start from, rank 0's, with the first product; one message.
+
+    One more with ``x0``. The scalars of `Stop.pack`; b, x and the residual; 0, or NaN if any rank's
+    is not finite; and C p and p^H C p for the first direction p.
+
+    The first product is of J with this rank's own copy of b: where copies differ in their last
+    bits, that is rounding.
+    """
+    x, r = jnp.zeros_like(b), b
+    if x0 is not None:
+        x, none = x0, jnp.zeros(0, matrix.real_dtype)
+        r = b - matrix.product(x[None], none)[0][0]
+    norm = trees.norm(r)
+    scaled = trees.scale(1 / trees.power_of_two(norm, r), r)
+    p, _, _ = direction(apply_M, scaled, trees.vdot(scaled, scaled))
+    vectors = [b] if x0 is None else [b, x, r]
+    parts = [trees.real_parts(v) for v in vectors]
+    ours, unpack = ravel_pytree((stop.pack(matrix.real_dtype), parts))
+    nan_anywhere = jnp.where(jnp.isfinite(norm), 0, jnp.full_like(norm, jnp.nan))
+    extra = jnp.append(jnp.where(stop.here, ours, 0), nan_anywhere)
+    Cp, pCp, agreed = matrix.undamped_product(p[None], extra)
+    packed, vectors = unpack(agreed[:-1])
+    b, *more = [trees.from_real_parts(parts, b) for parts in vectors]
+    return packed, [b, *(more or (x, b))], agreed[-1], Cp, pCp
 
 
 def iterate(problem: Problem, state: State) -> State:

@@ -11,9 +11,9 @@ The pipeline is that of Ghysels and Vanroose (2014), doi:10.1016/j.parco.2013.06
 ``<p, A p>`` and not beta, which needs one recurrence more; the choice made here is that of Chen and
 Carson (2020), doi:10.1137/19M1276856, and loses fewer digits: ``<p, A p>`` is measured. Recurrences
 gather rounding, so now and then vectors are replaced by what they stand for, as in Cools, Yetkin,
-Agullo, Giraud and Vanroose (2018), doi:10.1137/17M1117872. Ours: in a step that is ``M r``, ``w``
-and ``s``, which are as exact as ``r`` at any time. ``r = b - A x`` rounds to what A x does, and
-would disturb the directions; the driver replaces it, if it has drifted away, between cycles.
+Agullo, Giraud and Vanroose (2018), doi:10.48550/arXiv.1601.07068. Ours: in a step that is ``M r``,
+``w`` and ``s``, which are as exact as ``r`` at any time. ``r = b - A x`` rounds to what A x does,
+and would disturb the directions; the driver replaces it, if it has drifted away, between cycles.
 """
 
 import math

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from distsolve.linalg import driver, ritz, trees
 from distsolve.linalg.info import Reason
-from distsolve.linalg.krylov.cg_classic import judge, size_of
+from distsolve.linalg.krylov.cg_classic import decide, judge, size_of
 from distsolve.linalg.space import Space
 
 # Beyond the steps' own, a cycle takes one more product with A.
@@ -93,8 +93,10 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     w = A(z)
     rz_new, zAz, rr_new = space.dot((r, z), (z, w), (r, r))
 
-    # Agree before x moves: a step that fails on one rank must move nothing on any.
-    event = space.decide(judge(pAp, rz_new, rr, rr_new, aim))
+    # Agree before x moves: a step that fails on one rank must move nothing on any. The products
+    # travel, too: `conjugate` begins anew or not, and all ranks must do the same.
+    event = judge(pAp, rz_new, rr, rr_new, aim)
+    event, rz_new, zAz, rr_new = decide(space, event, rz_new, zAz, rr_new)
     x = trees.axpy(jnp.where(event < Reason.INDEFINITE_OPERATOR, alpha, 0), p, x)
 
     beta, pAp_new = conjugate(trees.safe_ratio(rz_new, rz), zAz, pAp)

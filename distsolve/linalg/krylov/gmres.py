@@ -66,9 +66,9 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     v = jax.tree.map(lambda rows: rows[j], V)
     w = A(v if M is None else M(v))
     h = space.project(V, w)
-    w = trees.subtract(w, combine(V, h))
+    w = trees.subtract(w, trees.combine(V, h))
     again = space.project(V, w)
-    w = trees.subtract(w, combine(V, again))
+    w = trees.subtract(w, trees.combine(V, again))
     below = space.norm(w)
 
     # The rotations so far act on the new column (h, below), and a new one removes `below`. Where
@@ -111,7 +111,7 @@ def answer(M: Any, state: State) -> Any:
     made = jnp.arange(state.R.shape[0], dtype=state.steps.dtype) < state.steps
     g = jnp.where(made, state.norm.astype(state.Q.dtype) * state.Q[:-1, 0], 0)
     y = jax.scipy.linalg.solve_triangular(state.R, g)
-    u = combine(jax.tree.map(lambda rows: rows[:-1], state.V), y)
+    u = trees.combine(jax.tree.map(lambda rows: rows[:-1], state.V), y)
     return u if M is None else trees.select(state.steps > 0, M(u), u)
 
 
@@ -127,17 +127,6 @@ def rotation(
     cosine = jnp.where(useful, trees.safe_ratio(size, length), 0).astype(top.dtype)
     sine = jnp.where(useful, phase * trees.safe_ratio(below, length).astype(top.dtype), one)
     return cosine, sine, jnp.where(useful, phase * length.astype(top.dtype), one)
-
-
-def combine(V: Any, y: jax.Array) -> Any:
-    """Return the sum of the vectors ``V_i`` with the coefficients ``y``."""
-
-    def leaf(rows: jax.Array) -> jax.Array:
-        wide = jnp.float32 if jnp.finfo(rows.dtype).bits < 32 else rows.dtype
-        total = jnp.tensordot(y.astype(wide), rows.astype(wide), axes=1, precision=trees.HIGHEST)
-        return total.astype(rows.dtype)
-
-    return jax.tree.map(leaf, V)
 
 
 def judge(finite: Any, useful: Any, rr: jax.Array, aim: driver.Aim) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from distsolve.linalg import arguments, driver, ritz, trees
 from distsolve.linalg.info import Info, Reason
+from distsolve.linalg.krylov.cg_classic import decide
 from distsolve.linalg.space import Space
 
 # As in `cg`. With a preconditioner two vectors more are held: its products, and the residual.
@@ -50,7 +51,9 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
     unit = jnp.ones_like(rr)
     if M is not None:
         indefinite = (rz <= 0) & (rr > aim.floor)
-        event = space.decide(judge(jnp.isfinite(rz + rr), indefinite, rr, False, aim))
+        # The products travel, too: units that differ by a factor of two would not add up in A.
+        event = judge(jnp.isfinite(rz + rr), indefinite, rr, False, aim)
+        event, rz, rr = decide(space, event, rz, rr)
         unit = trees.power_of_two(trees.safe_ratio(rz, rr), r)
     phi = jnp.sqrt(jnp.maximum(rz / unit, 0))
     zero, one, nothing = jnp.zeros_like(rr), jnp.ones_like(rr), trees.zeros_like(r)

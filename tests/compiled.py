@@ -1,8 +1,8 @@
 """Ranks that need the same program compile it once, in tests with a compilation cache on disk.
 
 Ranks run the same tests at the same time, so each would compile what another is compiling already.
-Here rank 0 leaves a note while it compiles, and the others wait for its result. What rank 0 does not
-begin within a moment is a program of their own.
+Here rank 0 leaves a note while it compiles, and the others wait for its result. What rank 0 does
+not begin within a moment is a program of their own.
 """
 
 import time

@@ -35,6 +35,7 @@ def counted(function, *args):
         calls = mpi.call_count()
         return calls.get("MPI_Allreduce", 0) + calls.get("MPI_Iallreduce", 0)
 
+    jax.effects_barrier()  # nothing that is under way counts
     before = reductions()
     result = jax.block_until_ready(function(*args))
     return result, reductions() - before
@@ -43,6 +44,7 @@ def counted(function, *args):
 def messages(function, *args):
     """Return the result of a call after the first, and the number of its MPI calls of any kind."""
     jax.block_until_ready(function(*args))
+    jax.effects_barrier()  # nothing that is under way counts
     before = sum(mpi.call_count().values())
     result = jax.block_until_ready(function(*args))
     return result, sum(mpi.call_count().values()) - before

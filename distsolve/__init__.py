@@ -2,72 +2,10 @@
 
 from importlib.metadata import version
 
-from distsolve import mpi
-from distsolve.linalg import (
-    DistributedCSR,
-    Gram,
-    GramOnTheFly,
-    Info,
-    MeshAxis,
-    Nystrom,
-    Plan,
-    Reason,
-    Replicated,
-    Sharded,
-    SolveError,
-    UpdateInfo,
-    block_jacobi,
-    center,
-    cg,
-    check_replicated,
-    covariance,
-    gmres,
-    jacobi,
-    jacobian,
-    lsmr,
-    mean,
-    minres,
-    natural_gradient,
-    norm,
-    nystrom,
-    plan,
-    var,
-    vdot,
-    weighted_mean,
-)
+from distsolve import linalg, mpi
+from distsolve.linalg import *  # noqa: F403 - one list of names serves both
 
 __version__ = version("distsolve")
 
-__all__ = [
-    "DistributedCSR",
-    "Gram",
-    "GramOnTheFly",
-    "Info",
-    "MeshAxis",
-    "Nystrom",
-    "Plan",
-    "Reason",
-    "Replicated",
-    "Sharded",
-    "SolveError",
-    "UpdateInfo",
-    "block_jacobi",
-    "center",
-    "cg",
-    "check_replicated",
-    "covariance",
-    "gmres",
-    "jacobi",
-    "jacobian",
-    "lsmr",
-    "mean",
-    "minres",
-    "mpi",
-    "natural_gradient",
-    "norm",
-    "nystrom",
-    "plan",
-    "var",
-    "vdot",
-    "weighted_mean",
-]
+__all__ = ["mpi"]
+__all__ += linalg.__all__

@@ -195,7 +195,7 @@ def solve(options: argparse.Namespace, A: Any, b: Any, M: Any) -> Outcome:
             tol=options.tol,
             maxiter=options.maxiter,
             M=M,
-            space=A.plan.space,
+            space=A.layout.space,
             history=history,
             progress=not options.quiet,
             **choice,

@@ -10,18 +10,18 @@ import numpy as np
 from distsolve.linalg.space import Replicated, Space
 
 
-def as_vector(b):
+def as_vector(b, name="b"):
     """Return ``b`` with arrays as leaves; raise unless all of them are real or complex floats."""
     leaves = jax.tree_util.tree_leaves_with_path(b)
     if not leaves:
-        raise ValueError(f"`b` must have at least one array: got {b!r}, which has no leaves.")
+        raise ValueError(f"`{name}` must have at least one array: got {b!r}, which has no leaves.")
     for path, leaf in leaves:
         dtype = _dtype(leaf)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             found = type(leaf).__name__ if dtype is None else dtype
             raise TypeError(
-                f"`b`{where(path)} must be real or complex floats: got {found}. "
-                "Convert it, for example with jnp.asarray(b, dtype=float)."
+                f"`{name}`{where(path)} must be real or complex floats: got {found}. "
+                f"Convert it, for example with jnp.asarray({name}, dtype=float)."
             )
     return jax.tree.map(_strong, b)
 
@@ -35,24 +35,24 @@ def like_b(x, b, name):
     return jax.tree.map(_strong, x)
 
 
-def require_same(out, b, name, remedy):
-    """Raise unless ``out`` has the tree structure, shapes and dtypes of ``b``."""
+def require_same(out, b, name, remedy, like="`b`"):
+    """Raise unless ``out`` has the tree structure, shapes and dtypes of ``b``, called ``like``."""
     structure: Any = jax.tree.structure(b)
     if structure != jax.tree.structure(out):
         raise TypeError(
-            f"{name} must have the structure of `b`: expected {structure}, "
+            f"{name} must have the structure of {like}: expected {structure}, "
             f"got {jax.tree.structure(out)}. {remedy}"
         )
     pairs = zip(jax.tree_util.tree_leaves_with_path(out), jax.tree.leaves(b), strict=True)
     for (path, found), wanted in pairs:
         if found.shape != wanted.shape:
             raise ValueError(
-                f"{name}{where(path)} must have the shape of `b`: expected {wanted.shape}, "
+                f"{name}{where(path)} must have the shape of {like}: expected {wanted.shape}, "
                 f"got {found.shape}. {remedy}"
             )
         if found.dtype != wanted.dtype:
             raise TypeError(
-                f"{name}{where(path)} must have the dtype of `b`, as nothing is cast silently: "
+                f"{name}{where(path)} must have the dtype of {like}, as nothing is cast silently: "
                 f"expected {wanted.dtype}, got {found.dtype}. {remedy}"
             )
 

@@ -126,18 +126,15 @@ def drive(
 
         return jax.vmap(column, in_axes=(1, None if x0 is None else 1), out_axes=(1, 0))(b, x0)
     wanted = Watch(arguments.history(history), bool(progress), arguments.callback(callback))
+    dtype = trees.scalar_dtype(b)
+    tol, atol = arguments.tolerance(tol, "tol", dtype), arguments.tolerance(atol, "atol", dtype)
+    maxiter = arguments.step_limit(maxiter)
     A_program, A_consts = _trace("A", A, b, space, arguments.data(args))
     M_program, M_consts = (None, []) if M is None else _trace("M", M, b, space)
     if method.run is not None:
         A_program, A_consts = operators.hold(A)
         space = A.rows  # over whose ranks the products are
-    dtype = trees.scalar_dtype(b)
-    stop = Stop(
-        arguments.tolerance(tol, "tol", dtype),
-        arguments.tolerance(atol, "atol", dtype),
-        arguments.step_limit(maxiter),
-        space.rank_zero(),
-    )
+    stop = Stop(tol, atol, maxiter, space.rank_zero())
     values = A_consts, M_consts, b, x0, stop
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
     return _compiled(method, space, wanted, A_program, M_program, traced)(*values)

@@ -14,6 +14,7 @@ mode                  parameters    log psi        J
 """
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -204,7 +205,7 @@ def fold(function, carry, samples, chunk_size):
     an earlier chunk held.
     """
     n = count(samples)
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+    if chunk_size is not None and (not isinstance(chunk_size, numbers.Integral) or chunk_size < 1):
         raise ValueError(f"`chunk_size` must be a positive integer or None: got {chunk_size!r}.")
     if n == 0:
         return carry

@@ -7,11 +7,11 @@ a fresh lambda over fresh samples does not compile again.
 
 import enum
 import functools
+import sys
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import scipy.sparse
 from jax.extend import core
 
 
@@ -20,9 +20,15 @@ def is_matrix(A):
     return isinstance(A, (jax.Array, np.ndarray))
 
 
+def is_sparse(A):
+    """Whether ``A`` is a SciPy matrix; imports nothing, as most programs have none."""
+    sparse = sys.modules.get("scipy.sparse")
+    return sparse is not None and sparse.issparse(A)
+
+
 def as_function(A, name, b, space, args=()):
     """Return the function ``p -> A p`` for a function, a matrix, or an object that supports `@`."""
-    if scipy.sparse.issparse(A):
+    if is_sparse(A):
         raise TypeError(
             f"`{name}` is a SciPy matrix, which JAX cannot multiply with: got {type(A).__name__}. "
             "Make a `distsolve.linalg.DistributedCSR` of it."

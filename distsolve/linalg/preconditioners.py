@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
 
+from distsolve.linalg import operators
 from distsolve.linalg.arguments import where
 
 
@@ -259,7 +259,7 @@ def _stacks(given, block_size):
                 "of blocks. Leave it out."
             )
         return _group([_square(jnp.asarray(block), 2) for block in given])
-    sparse = scipy.sparse.issparse(given)
+    sparse = operators.is_sparse(given)
     matrix = given if sparse else jnp.asarray(given)
     if block_size is None and not sparse and matrix.ndim == 3:
         return [_square(matrix, 3)]

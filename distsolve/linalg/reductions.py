@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from distsolve.linalg import moments, trees
-from distsolve.linalg.arguments import where
+from distsolve.linalg.arguments import as_vector, require_same, where
 from distsolve.linalg.space import Replicated, Sharded, Space
 
 
@@ -50,20 +50,8 @@ def vdot(x: Any, y: Any, space: Space | None = None) -> jax.Array:
     >>> complex(vdot(jnp.array([1j, 2.0]), jnp.array([1.0, 1j])))
     1j
     """
-    x, y = _vector(x, "x"), _vector(y, "y")
-    structure: Any = jax.tree.structure(x)
-    if structure != jax.tree.structure(y):
-        raise TypeError(
-            f"`y` must have the structure of `x`: expected {structure}, got "
-            f"{jax.tree.structure(y)}. Pass two vectors of the same space."
-        )
-    pairs = zip(jax.tree_util.tree_leaves_with_path(y), jax.tree.leaves(x), strict=True)
-    for (path, found), wanted in pairs:
-        if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-            raise ValueError(
-                f"`y`{where(path)} must have the shape and dtype of `x`: expected {_form(wanted)}, "
-                f"got {_form(found)}. Convert one of them; nothing is cast or broadcast silently."
-            )
+    x, y = as_vector(x, "x"), as_vector(y, "y")
+    require_same(y, x, "`y`", "Pass two vectors of the same space.", like="`x`")
     return (space or Replicated()).sum(trees.inner(x, y))
 
 
@@ -102,7 +90,7 @@ def norm(x: Any, space: Space | None = None) -> jax.Array:
     >>> float(norm({"a": jnp.array([3e200]), "b": jnp.array([4e200])}) / 1e200)
     5.0
     """
-    return (space or Replicated()).norm(_vector(x, "x"))
+    return (space or Replicated()).norm(as_vector(x, "x"))
 
 
 def mean(x: Any, space: Space | None = None) -> Any:
@@ -363,17 +351,6 @@ def _arrays(x: Any, name: str) -> Any:
     return jax.tree.map(jnp.asarray, x)
 
 
-def _vector(x: Any, name: str) -> Any:
-    x = _arrays(x, name)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise TypeError(
-                f"`{name}`{where(path)} must be real or complex floats: got {leaf.dtype}. Convert "
-                f"it, for example with jnp.asarray({name}, dtype=float)."
-            )
-    return x
-
-
 def _samples(x: Any, name: str) -> Any:
     x = _arrays(x, name)
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
@@ -385,7 +362,3 @@ def _samples(x: Any, name: str) -> Any:
     return jax.tree.map(
         lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.astype(float), x
     )
-
-
-def _form(x: jax.Array) -> str:
-    return f"{x.dtype}{list(x.shape)}"

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
 
 from distsolve.linalg import ellpack
 from distsolve.linalg.space import Sharded
@@ -21,7 +20,7 @@ from distsolve.linalg.trees import DTYPES
 _ROW_WORK = 10
 
 
-class Plan(NamedTuple):
+class Layout(NamedTuple):
     """What is known of a matrix while tracing; hashable."""
 
     space: Sharded
@@ -59,7 +58,7 @@ class DistributedCSR:
     members: tuple[jax.Array, ...]  # the rows of each group
     order: jax.Array | None  # where each row is among those of all groups, unless there is one
     send: jax.Array  # places of the entries that other ranks need
-    plan: Plan = dataclasses.field(metadata={"static": True})
+    layout: Layout = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def from_rows(cls, rows: Any, space: Sharded | None = None) -> "DistributedCSR":
@@ -80,15 +79,15 @@ class DistributedCSR:
         Raises
         ------
         TypeError, ValueError
-            For entries that are no floats or that JAX would round, and, on all ranks, for rows that
+            On all ranks: for entries that are no floats or that JAX would round, and for rows that
             do not make a square matrix of one dtype.
 
         Communication
         -------------
-        Two allgathers and two alltoallv, outside programs; collective.
+        Three allgathers and two alltoallv, outside programs; collective.
         """
         space = Sharded() if space is None else space
-        matrix = _canonical(rows)
+        matrix = _agreed(space, _canonical, rows)
         starts = _starts(matrix, space)
         rank, size = space.rank(), space.ranks()
         start, stop = starts[rank], starts[rank + 1]
@@ -105,9 +104,9 @@ class DistributedCSR:
         columns = np.where(
             inside, matrix.indices - start, stop - start + np.searchsorted(halo, matrix.indices)
         )
-        plan = Plan(space, starts, rank, _ints(send_counts), _ints(recv_counts), is_split)
+        layout = Layout(space, starts, rank, _ints(send_counts), _ints(recv_counts), is_split)
         values, places, members, order = ellpack.pack(matrix, columns)
-        return cls(values, places, members, order, jnp.asarray(send), plan)
+        return cls(values, places, members, order, jnp.asarray(send), layout)
 
     @classmethod
     def from_whole(cls, matrix: Any, space: Sharded | None = None) -> "DistributedCSR":
@@ -126,10 +125,10 @@ class DistributedCSR:
 
         Communication
         -------------
-        That of `from_rows`.
+        One allgather, and that of `from_rows`.
         """
         space = Sharded() if space is None else space
-        matrix = _canonical(matrix)
+        matrix = _agreed(space, _canonical, matrix)
         cuts = _cuts(matrix.indptr, space.ranks())
         return cls.from_rows(matrix[cuts[space.rank()] : cuts[space.rank() + 1]], space)
 
@@ -151,14 +150,19 @@ class DistributedCSR:
         -------
         DistributedCSR
 
+        Raises
+        ------
+        TypeError, ValueError
+            As `from_rows`.
+
         Communication
         -------------
-        Four alltoallv in which only the root sends, and that of `from_rows`.
+        One allgather, four alltoallv in which only the root sends, and that of `from_rows`.
         """
         space = Sharded() if space is None else space
         size, at_root = space.ranks(), space.rank() == root
         from_root = np.where(np.arange(size) == root, 1, 0)
-        matrix = _canonical(matrix) if at_root else scipy.sparse.csr_array((0, 0))
+        matrix = _agreed(space, _canonical if at_root else lambda _: None, matrix)
         heads = np.zeros((0, 4), int)
         if at_root:
             cuts = _cuts(matrix.indptr, size)
@@ -173,27 +177,27 @@ class DistributedCSR:
             sends = heads[:, column] if at_root else nothing
             return _exchange(space, whole, sends, from_root * mine)
 
-        lengths = share(np.diff(matrix.indptr), 0, n)
-        indices = share(matrix.indices, 1, n_entries)
-        dtype = np.dtype(DTYPES[number])
-        data = share(matrix.data.astype(dtype, copy=False), 1, n_entries)
+        none = np.zeros(0, int)
+        lengths = share(np.diff(matrix.indptr) if at_root else none, 0, n)
+        indices = share(matrix.indices if at_root else none, 1, n_entries)
+        data = share(matrix.data if at_root else np.zeros(0, DTYPES[number]), 1, n_entries)
         indptr = np.concatenate([[0], np.cumsum(lengths)])
-        return cls.from_rows(scipy.sparse.csr_array((data, indices, indptr), shape=(n, N)), space)
+        return cls.from_rows(_csr((data, indices, indptr), (n, N)), space)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Number of rows and columns of the whole matrix."""
-        return self.plan.starts[-1], self.plan.starts[-1]
+        return self.layout.starts[-1], self.layout.starts[-1]
 
     @property
     def rows(self) -> range:
         """The rows of this rank."""
-        return range(*self.plan.starts[self.plan.rank : self.plan.rank + 2])
+        return range(*self.layout.starts[self.layout.rank : self.layout.rank + 2])
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Number of rows on each rank."""
-        return _ints(np.diff(self.plan.starts))
+        return _ints(np.diff(self.layout.starts))
 
     @property
     def dtype(self) -> Any:
@@ -204,7 +208,7 @@ class DistributedCSR:
         rows = self.rows
         return (
             f"DistributedCSR(shape={self.shape}, dtype={self.dtype}, "
-            f"rows {rows.start} to {rows.stop} on rank {self.plan.rank})"
+            f"rows {rows.start} to {rows.stop} on rank {self.layout.rank})"
         )
 
     def __matmul__(self, x: jax.Array) -> jax.Array:
@@ -229,9 +233,11 @@ class DistributedCSR:
         """
         self._check(x)
         x = jnp.asarray(x)
-        if self.plan.is_split:
+        if self.layout.is_split:
             sent = x.at[self.send].get(mode="promise_in_bounds")
-            halo = self.plan.space.exchange(sent, self.plan.send_counts, self.plan.recv_counts)
+            halo = self.layout.space.exchange(
+                sent, self.layout.send_counts, self.layout.recv_counts
+            )
             x = jnp.concatenate([x, halo])
         return self._join(
             [ellpack.multiply(v, c, x) for v, c in zip(self.values, self.columns, strict=True)]
@@ -259,12 +265,12 @@ class DistributedCSR:
         None; outside ``jit`` only.
         """
         n = len(self.rows)
-        block = scipy.sparse.coo_array((n, n), dtype=self.dtype).tocsr()
+        block = _csr((n, n)).astype(self.dtype)
         for group in zip(self.values, self.columns, self.members, strict=True):
             values, columns, members = map(np.asarray, group)
             rows = np.broadcast_to(ellpack.spread(members, values), values.shape)
             mine = (columns < n) & (values != 0)
-            block += scipy.sparse.coo_array((values[mine], (rows[mine], columns[mine])), (n, n))
+            block += _csr((values[mine], (rows[mine], columns[mine])), (n, n))
         return block
 
     def _join(self, pieces):
@@ -294,9 +300,33 @@ def _cuts(indptr, size):
     return np.searchsorted(work, work[-1] * np.arange(size + 1) // size)
 
 
+def _csr(*arguments, **options):
+    """Make a CSR array. SciPy is imported here: programs without such matrices do without it."""
+    from scipy.sparse import csr_array
+
+    return csr_array(*arguments, **options)
+
+
+def _agreed(space, function, matrix):
+    """Return ``function(matrix)``; where it raises on one rank, all raise. One allgather."""
+    result = fault = None
+    try:
+        result = function(matrix)
+    except (TypeError, ValueError) as error:
+        fault = error
+    failed = np.flatnonzero(_gather(space, [fault is not None]))
+    if fault is not None:
+        raise fault
+    if len(failed):
+        raise ValueError(
+            f"the matrix of rank {failed[0]} cannot be used, for the reason that is raised there."
+        )
+    return result
+
+
 def _canonical(matrix):
     """Return a CSR array with sorted indices and no entry twice; raise if JAX would change it."""
-    matrix = scipy.sparse.csr_array(matrix, copy=True)
+    matrix = _csr(matrix, copy=True)
     matrix.sum_duplicates()
     if matrix.dtype not in DTYPES:
         raise TypeError(

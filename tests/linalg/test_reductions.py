@@ -220,7 +220,7 @@ def test_inner_products_are_whole_and_conjugate_the_first():
         (lambda: distsolve.var(jnp.ones(2), ddof=1j), "`ddof` must be one real number"),
         (
             lambda: distsolve.vdot(jnp.ones(2), jnp.ones(3)),
-            r"expected float64\[2\], got float64\[3\]",
+            r"`y` must have the shape of `x`: expected \(2,\), got \(3,\)",
         ),
         (lambda: distsolve.vdot({"a": jnp.ones(2)}, [jnp.ones(2)]), "must have the structure"),
         (lambda: distsolve.norm({"n": jnp.arange(2)}), r"`x` at \['n'\] must be real or complex"),

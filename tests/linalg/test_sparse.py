@@ -77,12 +77,26 @@ def test_same_matrix_from_one_rank_and_from_all():
     root = ranks().size - 1
     whole = DistributedCSR.from_whole(matrix)
     sent = DistributedCSR.scatter(matrix if ranks().rank == root else None, root=root)
-    agree(whole.plan == sent.plan)
+    agree(whole.layout == sent.layout)
     mine = slice(whole.rows.start, whole.rows.stop)
     y = product(whole, jnp.asarray(x[mine]))
     assert_allclose(y, (matrix @ x)[mine], atol=1e-13)
     assert_equal(product(sent, jnp.asarray(x[mine])), y)
     agree(sum(whole.counts) == N and whole.counts[ranks().rank] == len(whole.rows))
+
+
+def test_fault_of_one_rank_is_raised_on_all():
+    matrix, last = random_matrix("uneven"), ranks().size - 1
+    bad = matrix.astype(int)
+    calls = (
+        lambda: DistributedCSR.scatter(bad if ranks().rank == last else None, root=last),
+        lambda: DistributedCSR.from_whole(bad if ranks().rank == last else matrix),
+        lambda: DistributedCSR.from_rows((bad if ranks().rank == last else matrix)[:0]),
+    )
+    for call in calls:
+        error, text = (TypeError, "int64") if ranks().rank == last else (ValueError, f"rank {last}")
+        with pytest.raises(error, match=text):
+            call()
 
 
 def test_new_values_run_the_same_program():
@@ -134,7 +148,7 @@ def test_nan_stays_in_the_rows_that_read_it():
 
 def test_no_message_where_no_rank_has_a_halo():
     mine, A = split("uneven", scipy.sparse.diags_array(np.arange(1.0, N + 1)).tocsr())
-    agree(not A.plan.is_split)
+    agree(not A.layout.is_split)
     assert_equal(product(A, jnp.ones(mine.stop - mine.start)), np.arange(1.0, N + 1)[mine])
 
 

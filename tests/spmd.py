@@ -11,9 +11,12 @@ A session of `tests/jobs` alone runs on no ranks: it starts jobs, and MPI is not
 import faulthandler
 import functools
 import os
+import sys
 import tempfile
 import threading
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import numpy as np
 import pytest
 
 JOBS = Path(__file__).resolve().parent / "jobs"
+EXAMPLES = JOBS.parents[1] / "examples"
 TEST_SECONDS = float(os.environ.get("DISTSOLVE_TEST_WATCHDOG", "60"))
 JOBS_SECONDS = 300.0
 # The first rank that dies takes the job with it: leave the others time to print their traces.
@@ -159,6 +163,15 @@ def assert_equal(actual: Any, desired: Any, message: str = "") -> None:
     if got != want:
         return agree(False, f"{message} dtype {got}, expected {want}".strip())
     return assert_allclose(actual, desired, rtol=0, message=message)
+
+
+def load_example(name: str) -> Any:
+    """Import a program or a package of `examples` anew; the folder is on no path."""
+    spec = PathFinder.find_spec(name, [str(EXAMPLES)])
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses and the modules of a package look it up
+    spec.loader.exec_module(module)
+    return module
 
 
 def jitted(function: Any) -> Any:

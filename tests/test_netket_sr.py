@@ -1,16 +1,13 @@
 """NetKet hands its systems to `distsolve.cg`: each kind of tensor, and the example's energy."""
 
-import importlib.util
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from spmd import agree, assert_allclose, ranks
+from spmd import agree, assert_allclose, load_example, ranks
 
 import distsolve
 
@@ -35,12 +32,7 @@ def default_promotion():
 @pytest.fixture(scope="module")
 def example(default_promotion):
     """The program itself; NetKet takes seconds to import, so not at the head of this file."""
-    path = Path(__file__).resolve().parent.parent / "examples/netket_sr.py"
-    spec = importlib.util.spec_from_file_location("netket_sr", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["netket_sr"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_example("netket_sr")
 
 
 @pytest.mark.parametrize(("dtype", "kind", "options"), CASES)

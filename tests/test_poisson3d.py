@@ -1,27 +1,19 @@
 """The Poisson example: its operator against the Kronecker sum, its solves, its command line."""
 
-import importlib.util
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from spmd import agree, assert_allclose, ranks
+from spmd import agree, assert_allclose, load_example, ranks
 
 N = 12
 
 
 @pytest.fixture(scope="module")
 def poisson3d():
-    path = Path(__file__).resolve().parent.parent / "examples/poisson3d.py"
-    spec = importlib.util.spec_from_file_location("poisson3d", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["poisson3d"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_example("poisson3d")
 
 
 def slab_of(poisson3d, n=N):

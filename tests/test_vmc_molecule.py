@@ -2,31 +2,19 @@
 
 import functools
 import importlib
-import importlib.util
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from spmd import agree, assert_allclose, ranks
+from spmd import EXAMPLES, agree, assert_allclose, load_example, ranks
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MOLECULES = EXAMPLES / "molecules"
 
 
-def load(name, path, **options):
-    spec = importlib.util.spec_from_file_location(name, path, **options)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-load("vmc", EXAMPLES / "vmc" / "__init__.py", submodule_search_locations=[str(EXAMPLES / "vmc")])
+load_example("vmc")
 estimate, hamiltonian, optimizer, sampler, wavefunction, xyz = (
     importlib.import_module(f"vmc.{name}")
     for name in ("estimate", "hamiltonian", "optimizer", "sampler", "wavefunction", "xyz")
@@ -360,7 +348,7 @@ def test_error_bar_is_the_scatter_of_the_chains():
 @pytest.fixture
 def program():
     """The program itself; it needs the extra `examples`."""
-    return load("vmc_molecule", EXAMPLES / "vmc_molecule.py")
+    return load_example("vmc_molecule")
 
 
 @pytest.mark.once

@@ -62,8 +62,7 @@ def solve(run, symmetric, A, M, A_consts, M_consts, b, x0, stop):
             moved = [A_consts[i] for i in varied], [t_A_consts[i] for i in varied]
             _, t_A_x = jax.jvp(product, (moved[0],), (moved[1],))
             t_rhs = trees.subtract(t_rhs, t_A_x)
-        relative = trees.safe_ratio(info.threshold, info.rhs_norm)
-        t_stop = stop._replace(tol=jnp.maximum(stop.tol, relative), atol=jnp.zeros_like(stop.atol))
+        t_stop = stop.relative(info)
         quiet = functools.partial(run, watched=False)
 
         def another(A, M, rhs):

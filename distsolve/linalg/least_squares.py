@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from distsolve.linalg import arguments, derivative, driver, operators, trees
-from distsolve.linalg.info import Info, Reason
+from distsolve.linalg.info import Reason
 from distsolve.linalg.krylov import cg_classic
-from distsolve.linalg.loop import Counting
+from distsolve.linalg.loop import Counting, Limits, Stop, Watch, report
 
 
 class Problem(NamedTuple):
@@ -55,16 +55,6 @@ class Method(NamedTuple):
     cost: dict[str, int]  # of a step
 
 
-class Stop(NamedTuple):
-    """When to stop, and the damping: scalars, traced."""
-
-    tol: jax.Array
-    atol: jax.Array
-    damp: jax.Array
-    maxiter: jax.Array | None
-    here: jax.Array  # whether this is rank 0
-
-
 class _Look(NamedTuple):
     """The state, and what the last look at the true residuals has shown."""
 
@@ -75,6 +65,7 @@ class _Look(NamedTuple):
     margin: jax.Array  # how far below the rules the method is to aim
     residual: jax.Array  # ||b - A x||
     normal: jax.Array  # ||A^H r||, with the damping
+    condition: jax.Array
     reason: jax.Array
 
 
@@ -147,11 +138,10 @@ def drive(method, A, b, x0, *, adjoint, damp, tol, atol, maxiter, rows, columns,
     stop = Stop(
         arguments.tolerance(tol, "tol", dtype),
         arguments.tolerance(atol, "atol", dtype),
-        arguments.tolerance(damp, "damp", dtype),
         arguments.step_limit(maxiter),
         rows.rank_zero(),
     )
-    values = consts, adjoint_consts, b, start, stop
+    values = consts, adjoint_consts, b, start, arguments.tolerance(damp, "damp", dtype), stop
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
     programs = _Operators(method, rows, columns, program, adjoint_program, traced)
     return _solve(programs, x0 is not None, *values)
@@ -197,18 +187,18 @@ def _unknowns(x0, adjoint, b):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _solve(programs, started, A_consts, adjoint_consts, b, x0, stop):
+def _solve(programs, started, A_consts, adjoint_consts, b, x0, damp, stop):
     """Solve, differentiably in the consts of ``A``, in ``b``, and with damping in ``x0``."""
 
     @jax.custom_jvp
-    def solution(A_consts, adjoint_consts, b, x0, stop):
-        problem = programs.problem(A_consts, adjoint_consts, stop.damp, x0)
+    def solution(A_consts, adjoint_consts, b, x0, damp, stop):
+        problem = programs.problem(A_consts, adjoint_consts, damp, x0)
         return _run(programs.method, problem, b, x0, stop, started)
 
     @solution.defjvp
     def _(primals, tangents):
-        A_consts, adjoint_consts, b, x0, stop = primals
-        t_A_consts, _, t_b, t_x0, t_stop = tangents
+        A_consts, adjoint_consts, b, x0, damp, stop = primals
+        t_A_consts, _, t_b, t_x0, t_damp, _ = tangents
         x, info = solution(*primals)
 
         # N x = A^H b + damp^2 x0, where N = A^H A + damp^2  =>  N x' = the derivative of
@@ -218,15 +208,16 @@ def _solve(programs, started, A_consts, adjoint_consts, b, x0, stop):
             residual = trees.subtract(b, problem.A(x))
             return trees.axpy(-damp * damp, trees.subtract(x, x0), problem.adjoint(residual))
 
-        moved = (A_consts, b, x0, stop.damp), (t_A_consts, t_b, t_x0, t_stop.damp)
+        moved = (A_consts, b, x0, damp), (t_A_consts, t_b, t_x0, t_damp)
         _, rhs = jax.jvp(normal_residual, *moved)
-        problem = programs.problem(A_consts, adjoint_consts, stop.damp, x0)
+        problem = programs.problem(A_consts, adjoint_consts, damp, x0)
+        tol = stop.relative(info).tol
 
         def N(v):
-            return trees.axpy(problem.damp * problem.damp, v, problem.adjoint(problem.A(v)))
+            return trees.axpy(damp * damp, v, problem.adjoint(problem.A(v)))
 
         def solve(rhs):
-            options = {"tol": stop.tol, "atol": 0.0, "maxiter": None, "M": None}
+            options = {"tol": tol, "atol": 0.0, "maxiter": None, "M": None}
             return driver.drive(cg_classic.METHOD, N, rhs, None, space=programs.columns, **options)[
                 0
             ]
@@ -234,7 +225,7 @@ def _solve(programs, started, A_consts, adjoint_consts, b, x0, stop):
         t_x = derivative.linear_solve(N, solve, solve, rhs, symmetric=True)
         return (x, info), (t_x, jax.tree.map(derivative.no_tangent, info))
 
-    return solution(A_consts, adjoint_consts, b, x0, stop)
+    return solution(A_consts, adjoint_consts, b, x0, damp, stop)
 
 
 def _run(method, problem, b, x0, stop, started):
@@ -243,9 +234,14 @@ def _run(method, problem, b, x0, stop, started):
     r = trees.subtract(b, problem.A(x0)) if started else b
     rows, columns = Counting(problem.rows), Counting(problem.columns)
     problem = problem._replace(rows=rows, columns=columns)
-    limits = _open(problem, b, r, x0, stop)
-    problem = problem._replace(damp=limits.damp)
-    unit = trees.power_of_two(limits.residual, b)
+    damp = problem.damp.astype(trees.scalar_dtype(b))
+    packed = jnp.append(stop.pack(damp.dtype), damp)
+    (rhs_norm, residual_norm), packed, _ = rows.open((b, r), packed, stop.here)
+    problem = problem._replace(damp=packed[-1])
+    # The size that `open` tells is that of b; x is another one.
+    size = columns.size(x0) if stop.maxiter is None else None
+    limits = Limits.agreed(packed[:-1], rhs_norm, size, stop)
+    unit = trees.power_of_two(residual_norm, b)
     zero = jnp.zeros((), jnp.int32)
     state = method.init(problem, trees.scale(1 / unit, r), x0)
     opening = problem.taken()
@@ -255,60 +251,29 @@ def _run(method, problem, b, x0, stop, started):
         steps=zero,
         looks=zero,
         margin=jnp.ones_like(unit),
-        residual=limits.residual,
+        residual=residual_norm,
         normal=jnp.full_like(unit, jnp.inf),
-        reason=limits.reason,
+        condition=jnp.ones_like(unit),
+        reason=limits.at_start(rhs_norm, residual_norm),
     )
     cost: dict[str, int] = {}
     look = functools.partial(_look, method, problem, b, x0, unit, limits, cost)
     end = jax.lax.while_loop(lambda s: s.reason == Reason.RUNNING, look, first)
-    return trees.axpy(unit, end.state.x, x0), Info(
+    return trees.axpy(unit, end.state.x, x0), report(
+        method.name,
+        Watch(),
+        rows,
+        limits,
+        None,
         converged=end.reason == Reason.CONVERGED,
         reason=end.reason,
         iterations=end.iterations,
         residual_norm=end.residual,
-        rhs_norm=limits.rhs_norm,
-        threshold=limits.threshold,
+        rhs_norm=rhs_norm,
         breakdown=jnp.zeros_like(unit),
-        condition_estimate=end.state.condition,
+        condition_estimate=end.condition,
         reductions=opening + cost["step"] * end.steps + cost["look"] * end.looks,
     )
-
-
-class _Limits(NamedTuple):
-    """What the loop compares with: equal on all ranks."""
-
-    tol: jax.Array
-    threshold: jax.Array
-    damp: jax.Array
-    maxiter: jax.Array
-    fixed: jax.Array  # whether to take exactly `maxiter` steps
-    rhs_norm: jax.Array
-    residual: jax.Array
-    reason: jax.Array  # to end before the first step
-
-
-def _open(problem, b, r, x0, stop):
-    """Return what the loop compares with, for one message; one more if the columns are in pieces.
-
-    The limit of steps travels as two small numbers that every float holds exactly.
-    """
-    dtype = trees.scalar_dtype(b)
-    maxiter = stop.maxiter
-    if maxiter is None:
-        size = jnp.asarray(problem.columns.size(x0), dtype)
-        maxiter = jnp.minimum(10 * size, 2.0**30).astype(jnp.int32)
-    numbers = stop.tol, stop.atol, stop.damp, maxiter >> 15, maxiter & 0x7FFF
-    inputs = jnp.stack([n.astype(dtype) for n in numbers])
-    norms, (tol, atol, damp, high, low), _ = problem.rows.open((b, r), inputs, stop.here)
-    maxiter = (high.astype(jnp.int32) << 15) + low.astype(jnp.int32)
-    threshold, fixed = jnp.maximum(tol * norms[0], atol), (tol == 0) & (atol == 0)
-    reason = jnp.select(
-        [~jnp.isfinite(norms[0] + norms[1]), (norms[1] <= threshold) & ~fixed, maxiter > 0, fixed],
-        [Reason.NONFINITE, Reason.CONVERGED, Reason.RUNNING, Reason.FIXED_STEPS],
-        Reason.MAXITER,
-    ).astype(jnp.int32)
-    return _Limits(tol, threshold, damp, maxiter, fixed, norms[0], norms[1], reason)
 
 
 def _look(method, problem, b, x0, unit, limits, cost, before):
@@ -338,11 +303,12 @@ def _look(method, problem, b, x0, unit, limits, cost, before):
     pull = problem.damp * problem.damp
     gradient = trees.axpy(-pull, move, problem.adjoint(r))
     norms = problem.rows.norm(r), problem.columns.norm(gradient), problem.columns.norm(move)
-    residual, normal, moved = problem.decide(jnp.stack(norms))
+    numbers = jnp.stack([*norms, state.norm, state.condition])
+    residual, normal, moved, norm, condition = problem.decide(numbers)
     cost["look"] = problem.taken()
 
     damped = jnp.hypot(residual, problem.damp * moved)
-    met = (residual <= limits.threshold) | (normal <= limits.tol * state.norm * damped)
+    met = (residual <= limits.threshold) | (normal <= limits.tol * norm * damped)
     helps = (residual < 0.9 * before.residual) | (normal < 0.9 * before.normal)
     reason = jnp.select(
         [
@@ -356,10 +322,10 @@ def _look(method, problem, b, x0, unit, limits, cost, before):
             Reason.CONVERGED,
             state.event,
             Reason.NONFINITE,
-            jnp.where(limits.fixed, Reason.FIXED_STEPS, Reason.MAXITER),
+            limits.at_limit(),
             Reason.STAGNATED,
         ],
         Reason.RUNNING,
     ).astype(jnp.int32)
     margin, looks = before.margin / 2, before.looks + 1
-    return _Look(state, iterations, steps, looks, margin, residual, normal, reason)
+    return _Look(state, iterations, steps, looks, margin, residual, normal, condition, reason)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from distsolve.linalg import watch
+from distsolve.linalg import trees, watch
 from distsolve.linalg.info import Info, Reason
 
 
@@ -26,10 +26,16 @@ class Stop(NamedTuple):
         numbers = [self.tol, self.atol, maxiter >> 15, maxiter & 0x7FFF]
         return jnp.stack([number.astype(dtype) for number in numbers])
 
+    def relative(self, info):
+        """Return what asks as much of another right-hand side as was asked of that of ``info``."""
+        tol = jnp.maximum(self.tol, trees.safe_ratio(info.threshold, info.rhs_norm))
+        return self._replace(tol=tol, atol=jnp.zeros_like(self.atol))
+
 
 class Limits(NamedTuple):
     """What a loop compares with: equal on all ranks, but for ``here``."""
 
+    tol: jax.Array
     threshold: jax.Array
     fixed: jax.Array  # whether to take exactly `maxiter` steps
     maxiter: jax.Array
@@ -50,7 +56,7 @@ class Limits(NamedTuple):
         else:
             maxiter = (high.astype(jnp.int32) << 15) + low.astype(jnp.int32)
         threshold = jnp.maximum(tol * rhs_norm, atol)
-        return cls(threshold, (tol == 0) & (atol == 0), maxiter, stop.here)
+        return cls(tol, threshold, (tol == 0) & (atol == 0), maxiter, stop.here)
 
     def reached(self, residual_norm):
         """Return whether a true residual is small enough to stop."""
@@ -118,10 +124,36 @@ class Counting:
         return count
 
 
+def agree_to_move(space, event, *flags):
+    """Return the event of a step, and flags without which it is to move nothing, as `decide` does.
+
+    They travel together. What is false on one rank is false on all: copies of a replicated vector
+    may differ in their last bits, and one rank must not move alone.
+    """
+    event, *refusals = space.decide(jnp.stack([event, *(~f for f in flags)], dtype=event.dtype))
+    return event, *(refusal == 0 for refusal in refusals)
+
+
 def report(
-    name, wanted, space, limits, seen, *, reason, iterations, residual_norm, reductions, **more
+    name,
+    wanted,
+    space,
+    limits,
+    seen,
+    *,
+    reason,
+    iterations,
+    residual_norm,
+    reductions,
+    converged=None,
+    **more,
 ):
-    """Return the `Info` of a solve, after the last word on its live line."""
+    """Return the `Info` of a solve, after the last word on its live line.
+
+    A solver that has rules of its own says whether it ``converged``.
+    """
+    if converged is None:
+        converged = (residual_norm <= limits.threshold) & (reason != Reason.NONFINITE)
     history = None
     if wanted.history:
         kept = jnp.arange(wanted.history, dtype=jnp.int32) <= iterations
@@ -131,7 +163,7 @@ def report(
         numbers = iterations, residual_norm, limits.threshold
         reductions += watch.close(name, limits.here, *numbers)
     return Info(
-        converged=(residual_norm <= limits.threshold) & (reason != Reason.NONFINITE),
+        converged=converged,
         reason=reason,
         iterations=iterations,
         residual_norm=residual_norm,

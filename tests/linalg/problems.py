@@ -30,6 +30,28 @@ def random_spd(n=24, dtype=np.float64, condition=100.0, seed=0):
     return System(matrix.astype(dtype), b.astype(dtype))
 
 
+class Tree(NamedTuple):
+    """A system of two leaves: the operator as a function, the right-hand side, the solution."""
+
+    A: Any
+    b: dict
+    x: dict
+
+
+def real_and_complex():
+    """A positive definite system of a real leaf, shaped as a matrix, and a complex one."""
+    real, complex_ = random_spd(6, seed=4), random_spd(4, np.complex128, seed=5)
+
+    def A(p):
+        return {
+            "real": (real.matrix @ p["real"].ravel()).reshape(3, 2),
+            "complex": complex_.matrix @ p["complex"],
+        }
+
+    b = {"real": real.b.reshape(3, 2), "complex": complex_.b}
+    return Tree(A, b, {"real": real.x.reshape(3, 2), "complex": complex_.x})
+
+
 def diagonal(entries, b=None):
     """A diagonal system, of ones unless ``b`` is given."""
     entries = np.asarray(entries, float)

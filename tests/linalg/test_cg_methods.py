@@ -229,19 +229,12 @@ def test_stack_shares_one_loop(method):
 
 @pytest.mark.once
 def test_tree_of_real_and_complex_leaves(method):
-    real, complex_ = problems.random_spd(6, seed=4), problems.random_spd(4, np.complex128, seed=5)
-    b = {"real": real.b.reshape(3, 2), "complex": complex_.b}
-
-    def A(p):
-        return {
-            "real": (real.matrix @ p["real"].ravel()).reshape(3, 2),
-            "complex": jnp.asarray(complex_.matrix) @ p["complex"],
-        }
-
-    x, info = cg(A, b, tol=1e-12, M=lambda p: jax.tree.map(lambda leaf: 3 * leaf, p), method=method)
+    system = problems.real_and_complex()
+    M = functools.partial(jax.tree.map, lambda leaf: 3 * leaf)
+    x, info = cg(system.A, system.b, tol=1e-12, M=M, method=method)
     agree(bool(info.converged), info.message)
-    assert_allclose(x["real"], real.x.reshape(3, 2), rtol=1e-9)
-    assert_allclose(x["complex"], complex_.x, rtol=1e-9)
+    for leaf in system.x:
+        assert_allclose(x[leaf], system.x[leaf], rtol=1e-9)
 
 
 @pytest.mark.once

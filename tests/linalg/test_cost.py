@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from linalg.solves import layout
+from linalg.solves import calls, layout, reductions
 from spmd import agree, ranks
 
 from distsolve import mpi
@@ -29,20 +29,16 @@ def marked(product):
     return jax.lax.optimization_barrier((product, mpi.bcast(jnp.zeros(()))))[0]
 
 
-def counted(solve):
+def cost_of_a_step(solve):
     """Return what a step of ``solve(maxiter)`` adds: MPI calls that reduce, and products."""
 
-    def calls(maxiter):
-        jax.effects_barrier()  # nothing that is under way counts
-        before = mpi.call_count()
-        _, info = jax.block_until_ready(solve(maxiter))
-        after = mpi.call_count()
-        made = {name: after.get(name, 0) - before.get(name, 0) for name in after}
-        sums = made.get("MPI_Allreduce", 0) + made.get("MPI_Iallreduce", 0)
+    def counts(maxiter):
+        (_, info), made = calls(solve, maxiter)
+        sums = reductions(made)
         agree(int(info.iterations) == maxiter, info.message)
         return np.array([sums, made.get("MPI_Bcast", 0)]), sums - int(info.reductions)
 
-    (few, unseen), (more, unseen_more) = calls(FEW), calls(MORE)
+    (few, unseen), (more, unseen_more) = counts(FEW), counts(MORE)
     return (more - few) / (MORE - FEW), (unseen, unseen_more)
 
 
@@ -57,7 +53,9 @@ def test_a_step_costs_what_the_table_says(name, where):
     def A(p):
         return marked(diagonal * p)
 
-    (messages, products), unseen = counted(lambda k: solver(A, b, tol=0, maxiter=k, space=space))
+    (messages, products), unseen = cost_of_a_step(
+        lambda k: solver(A, b, tol=0, maxiter=k, space=space)
+    )
     kind = "agreements" if where == "replicated" else "reductions"
     agree(messages == (cost[kind] if ranks().size > 1 else 0), f"{messages} {cost}")
     agree(products == cost["matvec"], f"{products} products, {cost}")
@@ -78,7 +76,7 @@ def test_a_step_of_least_squares_costs_what_the_table_says(columns):
         columns_space, unknowns = Sharded(), len(b)
         forward = backward = lambda p: marked(diagonal * p)
         expected = cost["reductions"]
-    (messages, products), unseen = counted(
+    (messages, products), unseen = cost_of_a_step(
         lambda k: lsmr(
             forward,
             b,

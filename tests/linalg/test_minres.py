@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import scipy.sparse.linalg
 from linalg import problems
-from linalg.solves import check
-from spmd import agree, assert_allclose
+from linalg.solves import check, same_everywhere
+from spmd import agree, assert_allclose, ranks
 
-from distsolve.linalg import minres
+from distsolve.linalg import Replicated, gmres, lsmr, minres
 
 
 def indefinite(dtype=np.float64, n=16):
@@ -69,3 +69,19 @@ def test_condition_is_estimated_from_below():
     _, info = minres(system.matrix, system.b, tol=1e-12, maxiter=99)
     true = np.linalg.cond(system.matrix)
     agree(0.05 * true < float(info.condition_estimate) <= 1.01 * true, f"{info}")
+
+
+@pytest.mark.parametrize(
+    ("solver", "tol", "reason"),
+    [(minres, 0.0, "fixed_steps"), (gmres, 1e-30, "stagnated"), (lsmr, 1e-30, "stagnated")],
+)
+def test_copies_that_differ_in_the_last_bit_move_together(solver, tol, reason):
+    matrix, b = problems.periodic_laplacian()
+    mine = np.where(np.arange(16) % 3 < ranks().rank, np.nextafter(b, np.inf), b)
+    solutions = []
+    for rhs in (b, mine):
+        x, info = solver(matrix, rhs, tol=tol, maxiter=40, space=Replicated())
+        same_everywhere(info)
+        agree(info.reason_name == reason, info.message)
+        solutions.append(x)
+    assert_allclose(*solutions, rtol=0, atol=1e-9)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linalg.solves import sent, several
 from spmd import agree, assert_allclose, assert_equal, ranks
 
 import distsolve
@@ -13,14 +14,6 @@ from distsolve import Replicated, Sharded, check_replicated, mpi
 from distsolve.linalg import moments
 
 COUNTS = [3, 0, 4]  # samples of each rank
-
-
-def sent(function, *args):
-    """Run a function, and return its result and the number of MPI calls that it made here."""
-    jax.effects_barrier()  # nothing that is under way counts
-    before = sum(mpi.call_count().values())
-    result = jax.block_until_ready(function(*args))
-    return result, sum(mpi.call_count().values()) - before
 
 
 def samples(make):
@@ -60,10 +53,6 @@ def close(found, wanted, like, rtol=None):
         eps = 4e-3 if name == "half" else 1e-5 if real == np.float32 else rtol or 1e-12
         want = np.asarray(want).astype(np.complex128 if np.iscomplexobj(want) else np.float64)
         assert_allclose(found[name], want, rtol=0, atol=eps * np.max(np.abs(want)), message=name)
-
-
-def several():
-    return int(ranks().size > 1)
 
 
 def test_mean_of_all_samples_is_one_message():

@@ -7,24 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from launch import job_environment, mpi_name, run_command
+from linalg.solves import sent, several
 from spmd import agree, assert_allclose, assert_equal, on, ranks
 
-from distsolve import MeshAxis, Replicated, Sharded, mpi
+from distsolve import MeshAxis, Replicated, Sharded
 from distsolve.linalg import trees
 
 SPACES = {"replicated": Replicated, "sharded": Sharded}
-
-
-def sent(function, *args):
-    """Run a function, and return its result and the number of MPI calls that it made here."""
-    jax.effects_barrier()  # nothing that is under way counts
-    before = sum(mpi.call_count().values())
-    result = jax.block_until_ready(function(*args))
-    return result, sum(mpi.call_count().values()) - before
-
-
-def several():
-    return int(ranks().size > 1)
 
 
 def pieces(comm, dtype=np.float64):

@@ -1,5 +1,6 @@
 """Every wrong argument raises our own sentence while tracing, on every rank, and calls no MPI."""
 
+import functools
 import itertools
 import re
 
@@ -43,61 +44,52 @@ def wrong(name, call, error, sentence):
     WRONG[name] = (call, error, sentence)
 
 
+def wrong_values(name, call, values, error, sentence):
+    """Add a case for each value that one argument may not have, named VALUE in the sentence."""
+    for value in values:
+        words = sentence.replace("VALUE", repr(value))
+        wrong(f"{name} {value!r}", functools.partial(call, value), error, words)
+
+
+NO_RANK = r"is VALUE; expected a rank from 0 to \d+"
+NO_TAG = f"is VALUE; expected a number from 0 to {LARGEST_TAG}"
+NO_SIZE = "is VALUE; expected a number of bytes from 16 to"
+NO_INT = "is .*; expected an int"
+
 for _name in oracle.WITH_ROOT:
-    for _root in (HUGE, -1):
-        wrong(
-            f"{_name}: root {_root}",
-            lambda name=_name, root=_root: rooted(name, root),
-            ValueError,
-            rf"`root` of {_name} is {_root}; expected a rank from 0 to \d+",
-        )
-    for _root in (1.0, "0", None, np.array([0, 1]), np.float64(0)):
-        wrong(
-            f"{_name}: root {_root!r}",
-            lambda name=_name, root=_root: rooted(name, root),
-            TypeError,
-            rf"`root` of {_name} is .*; expected an int",
-        )
+    _call = functools.partial(rooted, _name)
+    wrong_values(f"{_name}: root", _call, (HUGE, -1), ValueError, f"`root` of {_name} {NO_RANK}")
+    _values = (1.0, "0", None, np.array([0, 1]), np.float64(0))
+    wrong_values(f"{_name}: root", _call, _values, TypeError, f"`root` of {_name} {NO_INT}")
 for _name in oracle.REDUCTIONS:
-    for _op in ("sum", None, 0, np.add, max, 1.5):
-        wrong(
-            f"{_name}: op {_op!r}".partition(" at 0x")[0],
-            lambda name=_name, op=_op: getattr(mpi, name)(by_rank(), op),
-            TypeError,
-            rf"`op` of {_name} is .*; expected an operation such as distsolve.mpi.SUM",
-        )
-for _name in oracle.IN_CHUNKS:
-    for _chunk in (0, 15, -1, 2**30 + 1):
-        wrong(
-            f"{_name}: chunk_bytes {_chunk}",
-            lambda name=_name, chunk=_chunk: getattr(mpi, name)(by_rank(), chunk_bytes=chunk),
-            ValueError,
-            f"`chunk_bytes` is {_chunk}; expected a number of bytes from 16 to",
-        )
-for _name in (*oracle.IN_CHUNKS, "bcast", "allreduce_symmetric"):
-    for _chunk in ("1 MiB", 1e6, 64.5, (64,)):
-        wrong(
-            f"{_name}: chunk_bytes {_chunk!r}",
-            lambda name=_name, chunk=_chunk: getattr(mpi, name)(
-                np.eye(ranks().size), chunk_bytes=chunk
-            ),
-            TypeError,
-            r"`chunk_bytes` is .*; expected",
-        )
-for _chunk in (0, 15, -1, 2**30 + 1):
-    wrong(
-        f"set_chunk_bytes: {_chunk}",
-        lambda chunk=_chunk: mpi.set_chunk_bytes(chunk),
-        ValueError,
-        f"`nbytes` is {_chunk}; expected a number of bytes from 16 to",
-    )
-for _chunk in ("1 MiB", 1e6, 64.5):
-    wrong(
-        f"set_chunk_bytes: {_chunk!r}",
-        lambda chunk=_chunk: mpi.set_chunk_bytes(chunk),
+    wrong_values(
+        f"{_name}: op",
+        lambda op, name=_name: getattr(mpi, name)(by_rank(), op),
+        ("sum", None, 0, np.add, max, 1.5),
         TypeError,
-        r"`nbytes` is .*; expected",
+        rf"`op` of {_name} is .*; expected an operation such as distsolve.mpi.SUM",
     )
+for _name in oracle.IN_CHUNKS:
+    wrong_values(
+        f"{_name}: chunk_bytes",
+        lambda chunk, name=_name: getattr(mpi, name)(by_rank(), chunk_bytes=chunk),
+        (0, 15, -1, 2**30 + 1),
+        ValueError,
+        f"`chunk_bytes` {NO_SIZE}",
+    )
+for _name in (*oracle.IN_CHUNKS, "bcast", "allreduce_symmetric"):
+    wrong_values(
+        f"{_name}: chunk_bytes",
+        lambda chunk, name=_name: getattr(mpi, name)(np.eye(ranks().size), chunk_bytes=chunk),
+        ("1 MiB", 1e6, 64.5, (64,)),
+        TypeError,
+        r"`chunk_bytes` is .*; expected",
+    )
+for _values, _error, _words in (
+    ((0, 15, -1, 2**30 + 1), ValueError, NO_SIZE),
+    (("1 MiB", 1e6, 64.5), TypeError, "is .*; expected"),
+):
+    wrong_values("set_chunk_bytes:", mpi.set_chunk_bytes, _values, _error, f"`nbytes` {_words}")
 
 OPERAND = ("allreduce", "reduce", "scan", "exscan", "reduce_scatter", "bcast", "gather", "scatter")
 OPERAND += ("allgather", "alltoall", "allreduce_symmetric", "pvary", "iallreduce")
@@ -198,19 +190,16 @@ def with_counts(name, counts, x=X):
 
 for _name in (*oracle.WITH_COUNTS, "alltoallv"):
     _counts = "send_counts" if _name == "alltoallv" else "counts"
-    for _value in ((), (1, 2), (-1,), [3, 0]):
-        wrong(
-            f"{_name}: counts {_value}",
-            lambda name=_name, value=_value: with_counts(name, value),
-            ValueError,
-            rf"`{_counts}` of {_name} is .*; expected 1 non-negative ints",
-        )
-    for _value in (3, (3.0,), "3", None, ((3,),)):
-        wrong(
-            f"{_name}: counts {_value!r}",
-            lambda name=_name, value=_value: with_counts(name, value),
-            TypeError,
-            rf"`{_counts}` of {_name} is .*; expected 1 ints",
+    for _values, _error, _words in (
+        (((), (1, 2), (-1,), [3, 0]), ValueError, "1 non-negative ints"),
+        ((3, (3.0,), "3", None, ((3,),)), TypeError, "1 ints"),
+    ):
+        wrong_values(
+            f"{_name}: counts",
+            functools.partial(with_counts, _name),
+            _values,
+            _error,
+            rf"`{_counts}` of {_name} is .*; expected {_words}",
         )
     for _x in (np.zeros(4), np.zeros(()), np.zeros((0, 3))):
         wrong(
@@ -233,20 +222,12 @@ PEERS = {
     ("dest", "sendrecv"): lambda peer: mpi.sendrecv(X, X, 0, peer),
 }
 for (_name, _call), _function in PEERS.items():
-    for _peer in (HUGE, -77, mpi.ANY_TAG):
-        wrong(
-            f"{_call}: {_name} {_peer!r}",
-            lambda function=_function, peer=_peer: function(peer),
-            ValueError,
-            rf"`{_name}` of {_call} is {_peer!r}; expected a rank from 0 to \d+",
-        )
-    for _peer in (0.0, "0", None, np.array([0, 1])):
-        wrong(
-            f"{_call}: {_name} {_peer!r}",
-            lambda function=_function, peer=_peer: function(peer),
-            TypeError,
-            rf"`{_name}` of {_call} is .*; expected an int",
-        )
+    for _values, _error, _words in (
+        ((HUGE, -77, mpi.ANY_TAG), ValueError, NO_RANK),
+        ((0.0, "0", None, np.array([0, 1])), TypeError, NO_INT),
+    ):
+        _sentence = f"`{_name}` of {_call} {_words}"
+        wrong_values(f"{_call}: {_name}", _function, _values, _error, _sentence)
 for _call, _function in (("send", PEERS["dest", "send"]), ("sendrecv", PEERS["dest", "sendrecv"])):
     wrong(
         f"{_call}: dest ANY_SOURCE",
@@ -262,20 +243,12 @@ TAGS = {
     ("recvtag", "sendrecv"): lambda tag: mpi.sendrecv(X, X, 0, 0, recvtag=tag),
 }
 for (_name, _call), _function in TAGS.items():
-    for _tag in (-77, LARGEST_TAG + 1, mpi.ANY_SOURCE, mpi.PROC_NULL):
-        wrong(
-            f"{_call}: {_name} {_tag!r}",
-            lambda function=_function, tag=_tag: function(tag),
-            ValueError,
-            rf"`{_name}` of {_call} is {_tag!r}; expected a number from 0 to {LARGEST_TAG}",
-        )
-    for _tag in (1.0, "1", None, np.array([1, 2])):
-        wrong(
-            f"{_call}: {_name} {_tag!r}",
-            lambda function=_function, tag=_tag: function(tag),
-            TypeError,
-            rf"`{_name}` of {_call} is .*; expected an int",
-        )
+    for _values, _error, _words in (
+        ((-77, LARGEST_TAG + 1, mpi.ANY_SOURCE, mpi.PROC_NULL), ValueError, NO_TAG),
+        ((1.0, "1", None, np.array([1, 2])), TypeError, NO_INT),
+    ):
+        _sentence = f"`{_name}` of {_call} {_words}"
+        wrong_values(f"{_call}: {_name}", _function, _values, _error, _sentence)
 for _call, _name in (("send", "tag"), ("sendrecv", "sendtag")):
     wrong(
         f"{_call}: {_name} ANY_TAG",

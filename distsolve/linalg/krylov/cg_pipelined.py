@@ -92,7 +92,8 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
     # Copies of a replicated vector may differ in their last bits, and units must not.
     dots = space.decide(space.dot((r, u), (u, w), (r, r), *squares))
     rz, uAu, rr = dots[:3]
-    event = judge(jnp.ones_like(rz), rz, rr, rr, attainable(aim))
+    aim = attainable(aim)
+    event = judge(jnp.ones_like(rz), rz, rr, rr, aim)
     units = units_of(u, M, rz, uAu, rr)
 
     both = units.A * units.M
@@ -108,7 +109,7 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
         (Chain(r, s, s, z),) if M is None else (Chain(r, s, s, z), Chain(p, q, q, M(z))),
         Products(rz, pAp, pAp, ss, rr),
         units,
-        Upkeep(*(jnp.zeros((), jnp.int32),) * 2, rr, rr, jnp.zeros((), jnp.int32)),
+        Upkeep(*(jnp.zeros((), jnp.int32),) * 2, rr, rr, (rr <= aim.floor).astype(jnp.int32)),
         rr,
         event,
         units.breakdown(pAp, rz),
@@ -121,8 +122,7 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     units, (rz, pAp, rs, ss, rr) = state.units, state.products
     aim = attainable(aim)
     A, M = units.scaled(A, M)
-    moves = (rr > aim.floor) & (state.upkeep.over == 0)
-    alpha = jnp.where(moves, trees.safe_ratio(rz, pAp), 0)
+    alpha = jnp.where(state.upkeep.over == 0, trees.safe_ratio(rz, pAp), 0)
     beta = jnp.maximum(trees.safe_ratio(rz - alpha * (2 * rs - alpha * ss), rz), 0)
     x = trees.axpy(alpha, state.p, state.x)
     chains = tuple(moved(alpha, chain) for chain in state.chains)
@@ -203,7 +203,7 @@ def review(
     lost = (least <= eps) & (blames | (rr > 1e4 * least))
     counted = aim.target < 0
     instead = jnp.where(counted, Reason.RUNNING, Reason.STAGNATED).astype(event.dtype)
-    over = over | (lost & counted).astype(over.dtype)
+    over = over | ((lost & counted) | (rr <= aim.floor)).astype(over.dtype)
     upkeep = Upkeep(due.astype(jnp.int32), age, rr_exact, jnp.minimum(least, rr), over)
     return jnp.where(lost, instead, event), upkeep
 

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from distsolve.linalg import arguments, driver, ritz, trees
 from distsolve.linalg.info import Info, Reason
+from distsolve.linalg.loop import agree_to_move
 from distsolve.linalg.space import Space
 
 # As in `cg`. The vectors held are the basis, of one more than `restart`, and one to work in.
@@ -72,26 +73,30 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     below = space.norm(w)
 
     # The rotations so far act on the new column (h, below), and a new one removes `below`. Where
-    # there is nothing to divide by, A V_j depends on earlier columns: it is of no use.
+    # there is nothing to divide by, A V_j depends on earlier columns: it is of no use. A vector of
+    # rounding alone does not extend the basis: it would not be orthogonal.
     column = jnp.matmul(Q, h + again, precision=trees.HIGHEST)
     column_norm = trees.norm(column)
     largest = jnp.maximum(state.largest, jnp.hypot(column_norm, below))
     length = jnp.hypot(jnp.abs(column[j]), below)
     least = 10 * jnp.finfo(length.dtype).eps * largest
-    cosine, sine, pivot = rotation(column[j], below, length, length > least)
-    turned = jnp.stack([cosine * Q[j] + sine * Q[j + 1], cosine * Q[j + 1] - sine.conj() * Q[j]])
+    useful, extends = length > least, (length > least) & (below > least)
+
+    def turn(useful: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        cosine, sine, pivot = rotation(column[j], below, length, useful)
+        above, under = cosine * Q[j] + sine * Q[j + 1], cosine * Q[j + 1] - sine.conj() * Q[j]
+        return jnp.stack([above, under]), pivot, jnp.square(norm * jnp.abs(under[0]))
+
+    # A step that fails or is of no use on one rank must move nothing on any.
+    finite = jnp.isfinite(below) & jnp.isfinite(length) & jnp.isfinite(column_norm)
+    event = judge(finite, useful, turn(useful)[2], aim)
+    event, useful, extends = agree_to_move(space, event, useful, extends)
+    turned, pivot, rr = turn(useful)
+    good = event < Reason.INDEFINITE_PRECONDITIONER
     made = jnp.arange(R.shape[0], dtype=j.dtype)
     column = jnp.where(made < j, column[:-1], jnp.where(made == j, pivot, 0))
-    residual = norm * jnp.abs(turned[1, 0])
-
-    finite = jnp.isfinite(below) & jnp.isfinite(length) & jnp.isfinite(column_norm)
-    event = space.decide(judge(finite, length > least, residual * residual, aim))
-
-    # A step that fails on one rank must move nothing on any.
-    good = event < Reason.INDEFINITE_PRECONDITIONER
-    # A vector of rounding alone is not taken in: it would not be orthogonal.
     w = trees.scale(trees.safe_ratio(jnp.ones_like(below), below), w)
-    w = trees.select(good & (below > least) & (length > least), w, trees.zeros_like(w))
+    w = trees.select(good & extends, w, trees.zeros_like(w))
     return State(
         V=jax.tree.map(lambda rows, leaf: rows.at[j + 1].set(leaf), V, w),
         Q=jnp.where(good, jax.lax.dynamic_update_slice_in_dim(Q, turned, j, 0), Q),
@@ -99,10 +104,10 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
         norm=norm,
         steps=j + good.astype(j.dtype),
         largest=largest,
-        rr=residual * residual,
+        rr=rr,
         event=event,
         breakdown=state.breakdown,
-        ritz=ritz.widen(state.ritz, jnp.where(good & (length > least), length, 0)),
+        ritz=ritz.widen(state.ritz, jnp.where(good & useful, length, 0)),
     )
 
 

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from distsolve.linalg import least_squares, trees
 from distsolve.linalg.info import Info, Reason
 from distsolve.linalg.least_squares import Aim, Problem
+from distsolve.linalg.loop import agree_to_move
 from distsolve.linalg.space import Replicated, Sharded, Space
 
 # A step: as in `cg`, and a product with the adjoint. The two reductions are a norm in each space.
@@ -111,10 +112,11 @@ def step(problem: Problem, aim: Aim, s: State) -> State:
 
     eps = jnp.finfo(norm.dtype).eps
     dependent = rho_bar <= eps * norm
-    event = problem.decide(judge(estimate.norm, jnp.abs(zeta_bar), norm, dependent, aim))
-    good = event < Reason.INDEFINITE_PRECONDITIONER
-    # Beyond this a step only adds rounding: nothing moves, now and ever after.
-    useful = good & ~dependent & (jnp.abs(s.zeta_bar) > eps * s.norm * s.estimate.norm)
+    event = judge(estimate.norm, jnp.abs(zeta_bar), norm, dependent, aim)
+    # Beyond this a step only adds rounding: nothing moves, now and ever after, and on no rank.
+    useful = ~dependent & (jnp.abs(s.zeta_bar) > eps * s.norm * s.estimate.norm)
+    event, useful = agree_to_move(problem, event, useful)
+    useful &= event < Reason.INDEFINITE_PRECONDITIONER
 
     back = trees.safe_ratio(theta_bar, s.rho_bar) * trees.safe_ratio(rho, s.rho)
     h_bar = trees.axpy(jnp.where(useful, -back, 0), s.h_bar, s.h)

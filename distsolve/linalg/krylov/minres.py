@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from distsolve.linalg import arguments, driver, ritz, trees
 from distsolve.linalg.info import Info, Reason
 from distsolve.linalg.krylov.cg_classic import decide
+from distsolve.linalg.loop import agree_to_move
 from distsolve.linalg.space import Space
 
 # As in `cg`. With a preconditioner two vectors more are held: its products, and the residual.
@@ -102,14 +103,16 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     useful = ~unreachable & (s.rr > aim.floor)
     inverse = trees.safe_ratio(jnp.ones_like(gamma), gamma)
     cosine_new, sine_new = gamma_bar * inverse, beta * inverse
-    phi = jnp.where(useful, sine_new * s.phi, 0)
+    phi = sine_new * s.phi
     rr = jnp.where(useful, _residual(products, beta, cosine_new, sine_new, phi), s.rr)
 
     finite = jnp.isfinite(alpha) & jnp.isfinite(beta) & jnp.isfinite(rr) & jnp.isfinite(gamma)
     indefinite = yMy < -least * least
-    event = space.decide(judge(finite, indefinite, rr, unreachable, aim))
+    event = judge(finite, indefinite, rr, unreachable, aim)
 
-    # Agree before x moves: a step that fails on one rank must move nothing on any.
+    # Agree before x moves: a step that fails or is of no use on one rank must move nothing on any.
+    event, useful = agree_to_move(space, event, useful)
+    phi, rr = jnp.where(useful, phi, 0), jnp.where(useful, rr, s.rr)
     good = event < Reason.INDEFINITE_PRECONDITIONER
     inverse = jnp.where(good, inverse, 0)
     w = trees.axpy(-jnp.where(good, s.epsilon * inverse, 0), s.w_old, trees.scale(inverse, s.z))

@@ -58,15 +58,17 @@ class Method(NamedTuple):
     ``init`` returns the state at the zero correction, whose residual is ``r``, of a norm of about
     1. A state has the fields ``x`` (the correction), ``event`` (a `Reason`, equal on all ranks;
     CONVERGED means that the method's own residual met the aim), ``breakdown``, ``rr`` (the method's
-    own squared residual norm) and ``ritz``.
+    own squared residual norm) and ``ritz``; a method that minimises the residual has ``largest``, the
+    size of A M.
     """
 
     name: str
     init: Any
     step: Any
     cost: dict[str, int]  # of a step
-    answer: Any = lambda M, state: state.x
+    answer: Any = lambda M, space, state: state.x  # the correction
     symmetric: bool = True  # whether A is, and so is its own adjoint
+    minimises: bool = False  # whether no step makes the residual larger, but for rounding
     restart: int | None = None  # steps after which the driver begins a new cycle
     run: Any = None  # a loop of its own, for one kind of operator that it takes as it is
 
@@ -76,6 +78,7 @@ class Aim(NamedTuple):
 
     target: jax.Array  # squared norm that counts as reached; negative: never
     floor: jax.Array  # squared norm below which a step would only add rounding
+    size: jax.Array  # of A M as the cycles before saw it; 0 at first
 
 
 class _Cycle(NamedTuple):
@@ -90,6 +93,7 @@ class _Cycle(NamedTuple):
     reason: jax.Array
     breakdown: jax.Array
     condition: jax.Array
+    size: jax.Array  # of A M, for methods that minimise the residual
     margin: jax.Array  # how far below the threshold the method is to aim
     seen: Seen
 
@@ -202,6 +206,7 @@ def _run(method, space, wanted, A, M, A_consts, M_consts, b, x0, stop, watched=T
         reason=limits.at_start(rhs_norm, residual_norm),
         breakdown=jnp.zeros_like(rhs_norm),
         condition=jnp.ones_like(rhs_norm),
+        size=jnp.zeros_like(rhs_norm),
         margin=jnp.ones_like(rhs_norm),
         seen=Seen.nothing(wanted, residual_norm),
     )
@@ -229,14 +234,15 @@ def _cycle(method, A, M, b, limits, space, wanted, cost, s):
     unit = trees.power_of_two(s.residual_norm, b)
     eps = jnp.asarray(trees.epsilon(b), unit.dtype)
     target = jnp.maximum(s.margin * (limits.threshold / unit), eps)
-    aim = Aim(jnp.where(limits.fixed, -1.0, target * target).astype(unit.dtype), eps * eps)
+    squared = jnp.where(limits.fixed, -1.0, target * target).astype(unit.dtype)
+    aim = Aim(squared, eps * eps, s.size)
 
     space.taken()
     first = method.init(A, M, trees.scale(1 / unit, s.r), aim, space)
     opening = space.taken()
     advance = functools.partial(method.step, A, M, aim, space)
     state, iterations, seen = _iterate(method, advance, first, s, unit, limits, space, wanted, cost)
-    x = trees.axpy(unit, method.answer(M, state), s.x)
+    x = trees.axpy(unit, method.answer(M, space, state), s.x)
     r = trees.subtract(b, A(x))
     numbers = jnp.stack([space.norm(r), state.breakdown, ritz.condition(state.ritz)])
     residual_norm, breakdown, condition = space.decide(numbers)
@@ -258,10 +264,13 @@ def _cycle(method, A, M, b, limits, space, wanted, cost, s):
     ).astype(jnp.int32)
     broken = (reason == Reason.INDEFINITE_OPERATOR) | (reason == Reason.INDEFINITE_PRECONDITIONER)
     failed = (first.event == Reason.RUNNING) & (state.event >= Reason.INDEFINITE_OPERATOR)
-    # Restarting from a residual that is all rounding can make it worse: keep the better.
-    worse = (reason == Reason.STAGNATED) & (residual_norm > s.residual_norm)
+    # A cycle whose steps were all rounding can make the residual worse: keep the better.
+    worse = residual_norm > s.residual_norm
+    if not method.minimises:
+        worse &= reason == Reason.STAGNATED
+    x, r = trees.select(worse, (s.x, s.r), (x, r))
     return _Cycle(
-        trees.select(worse, s.x, x),
+        x,
         r,
         jnp.where(worse, s.residual_norm, residual_norm),
         iterations,
@@ -270,6 +279,7 @@ def _cycle(method, A, M, b, limits, space, wanted, cost, s):
         reason,
         jnp.where(broken, breakdown * unit * unit, jnp.zeros_like(breakdown)),
         jnp.maximum(s.condition, condition),
+        state.largest if method.minimises else s.size,
         jnp.where(lied, 0.5, s.margin).astype(unit.dtype),
         seen,
     )

@@ -8,6 +8,10 @@ import jax.numpy as jnp
 from distsolve.linalg import trees, watch
 from distsolve.linalg.info import Info, Reason
 
+# Units of rounding, relative to the size of an operator: what is below this many is rounding that
+# has added up over the steps, and nothing to divide by.
+ROUNDING = 100
+
 
 class Stop(NamedTuple):
     """When to stop: scalars, traced, so that other values do not compile again."""

@@ -11,7 +11,8 @@ carries the pivots of ``T - mu`` from step to step. They define the vector ``u``
 
 is never outside the spectrum of ``T`` and close to an eigenvalue where ``mu`` is. The least and the
 greatest over all shifts and steps are what this file keeps: work and memory of some hundred numbers
-a step, no message.
+a step, no message. On CPUs a compiled handler takes the step: XLA's form would take a third of a
+second to compile, in each program that solves anything.
 
 References: Meurant and Tichy (2019), doi:10.1007/s11075-018-0634-8, for the idea of estimating
 these values inside CG. Their estimates take one vector in place of the grid; on the spectrum of a
@@ -24,7 +25,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jax.typing import DTypeLike
+
+from distsolve.linalg import trees
+from distsolve.linalg.native import ritz as _native
 
 _SPACING = 0.08  # of the shifts, relative: the accuracy
 
@@ -32,35 +38,41 @@ _SPACING = 0.08  # of the shifts, relative: the accuracy
 class Ritz(NamedTuple):
     """What the steps so far say of the spectrum, in units of ``1 / unit``.
 
-    One array, so that a step is one loop over it: solvers are compiled more often than they look.
+    One array, to be one operand of the handler.
     """
 
-    rows: jax.Array  # (8, shifts), see `_Rows`
+    state: jax.Array  # (..., 5 + 3 shifts), see `_State`
 
 
-class _Rows(NamedTuple):
-    """The rows of `Ritz`, each with one entry for each shift."""
+class _State(NamedTuple):
+    """The parts of a `Ritz`: numbers, and rows with one entry for each shift."""
 
-    unit: jax.Array  # the first step length; 0 before it; the same for all shifts
-    pivot: jax.Array  # 1 / alpha_k, the last pivot of T itself; the same for all shifts
-    beta: jax.Array  # the same for all shifts
+    unit: jax.Array  # the first step length; 0 before it
+    pivot: jax.Array  # 1 / alpha_k, the last pivot of T itself
+    beta: jax.Array
+    least: jax.Array  # of the Rayleigh quotients
+    greatest: jax.Array
     excess: jax.Array  # last pivot of T - mu, less that of T
     delta: jax.Array  # last pivot of T - mu
     weight: jax.Array  # u_k^2 / ||u||^2
-    least: jax.Array  # of the Rayleigh quotients at each shift
-    greatest: jax.Array
+
+    @classmethod
+    def of(cls, ritz):
+        """Return the parts of a `Ritz`; numbers keep an axis of length 1, to broadcast."""
+        numbers, rows = jnp.split(ritz.state, [len(cls._fields) - 3], axis=-1)
+        return cls(*jnp.split(numbers, numbers.shape[-1], axis=-1), *jnp.split(rows, 3, axis=-1))
 
     def pack(self):
-        """Return the rows as one array."""
-        return jnp.stack([jnp.broadcast_to(row, self.excess.shape) for row in self])
+        """Return the `Ritz` of these parts."""
+        return Ritz(jnp.concatenate(self, axis=-1))
 
 
 def start(dtype: DTypeLike) -> Ritz:
     """Return what is known before the first step, for coefficients of a real ``dtype``."""
     shifts = jnp.asarray(_shifts(dtype))
-    zeros, ones = jnp.zeros_like(shifts), jnp.ones_like(shifts)
+    zero, one, ones = jnp.zeros(1, dtype), jnp.ones(1, dtype), jnp.ones_like(shifts)
     # In these units the first Rayleigh quotient is 1.
-    return Ritz(_Rows(zeros, zeros, zeros, -shifts, ones, ones, ones, ones).pack())
+    return _State(zero, zero, zero, one, one, -shifts, ones, ones).pack()
 
 
 def update(ritz: Ritz, alpha: jax.Array, beta: jax.Array) -> Ritz:
@@ -69,10 +81,50 @@ def update(ritz: Ritz, alpha: jax.Array, beta: jax.Array) -> Ritz:
     A step that was not taken (``alpha`` not positive) and coefficients that are not finite change
     nothing.
     """
+    shifts = jnp.asarray(_shifts(alpha.dtype))
+    state = update_p.bind(ritz.state, alpha, beta, shifts)
+    return Ritz(trees.vary_like(state, (ritz, alpha, beta)))
+
+
+def widen(ritz: Ritz, value: jax.Array) -> Ritz:
+    """Take in a value that lies between the extreme singular values, such as a pivot of R in QR.
+
+    A value that is not positive and finite changes nothing.
+    """
+    old = _State.of(ritz)
+    valid, first = (value > 0) & jnp.isfinite(value), old.unit == 0
+    new = old._replace(
+        unit=jnp.ones_like(old.unit),
+        least=jnp.where(first | (value < old.least), value, old.least),
+        greatest=jnp.where(first | (value > old.greatest), value, old.greatest),
+    )
+    return Ritz(jnp.where(valid, new.pack().state, ritz.state))
+
+
+def largest(ritz: Ritz) -> jax.Array:
+    """Return an estimate, from below, of the largest Ritz value; 0 before the first step."""
+    state = _State.of(ritz)
+    return trees.safe_ratio(state.greatest, state.unit)[0]
+
+
+def smallest(ritz: Ritz) -> jax.Array:
+    """Return an estimate, from above, of the smallest Ritz value; 0 before the first step."""
+    state = _State.of(ritz)
+    return trees.safe_ratio(state.least, state.unit)[0]
+
+
+def condition(ritz: Ritz) -> jax.Array:
+    """Return an estimate, from below, of the condition number; 1 before the first step."""
+    state = _State.of(ritz)
+    return (state.greatest / state.least)[0]
+
+
+def plain(states, alpha, beta, shifts):
+    """Compute `update` in XLA's operations; arrays may have more axes in front."""
+    old, alpha, beta = _State.of(Ritz(states)), alpha[..., None], beta[..., None]
     valid = (alpha > 0) & jnp.isfinite(alpha) & (beta >= 0) & jnp.isfinite(beta)
     alpha = jnp.where(valid, alpha, jnp.ones_like(alpha))
-    shifts, old = jnp.asarray(_shifts(alpha.dtype)), _Rows(*ritz.rows)
-    limits = jnp.finfo(alpha.dtype)
+    shifts, limits = jnp.broadcast_to(shifts, old.excess.shape), jnp.finfo(alpha.dtype)
 
     unit = jnp.where(old.unit > 0, old.unit, alpha)
     pivot = unit / alpha
@@ -83,56 +135,51 @@ def update(ritz: Ritz, alpha: jax.Array, beta: jax.Array) -> Ritz:
     rounding = limits.eps * (pivot + coupling)
     delta = jnp.where(jnp.abs(delta) < rounding, rounding, delta)
     growth = old.beta * jnp.square(old.pivot / old.delta)  # (u_k / u_k+1)^2
-    weight = jnp.maximum(old.weight / (old.weight + growth), limits.tiny)
+    weight = old.weight / (old.weight + growth)
+    weight = jnp.where(weight > limits.tiny, weight, limits.tiny)
 
     quotient = shifts + delta * weight
     # A quotient far below its shift is a difference of large numbers, and mostly rounding.
     sound = (quotient > 0.25 * shifts) & (quotient < limits.max)
-    least = jnp.where(sound & (quotient < old.least), quotient, old.least)
-    greatest = jnp.where(sound & (quotient > old.greatest), quotient, old.greatest)
-    new = _Rows(unit, pivot, beta, excess, delta, weight, least, greatest).pack()
-    return Ritz(jnp.where(valid, new, ritz.rows))
+    quotient = jnp.where(sound, quotient, old.least)
+    least = jnp.minimum(old.least, quotient.min(-1, keepdims=True))
+    greatest = jnp.maximum(old.greatest, quotient.max(-1, keepdims=True))
+    new = _State(unit, pivot, beta, least, greatest, excess, delta, weight).pack()
+    return jnp.where(valid, new.state, states)
 
 
-def widen(ritz: Ritz, value: jax.Array) -> Ritz:
-    """Take in a value that lies between the extreme singular values, such as a pivot of R in QR.
-
-    A value that is not positive and finite changes nothing.
-    """
-    old = _Rows(*ritz.rows)
-    valid, first = (value > 0) & jnp.isfinite(value), old.unit == 0
-    new = old._replace(
-        unit=jnp.ones_like(old.unit),
-        least=jnp.where(first | (value < old.least), value, old.least),
-        greatest=jnp.where(first | (value > old.greatest), value, old.greatest),
-    )
-    return Ritz(jnp.where(valid, new.pack(), ritz.rows))
+update_p = Primitive("ritz_update")
+update_p.def_impl(jax.jit(update_p.bind))
 
 
-def largest(ritz: Ritz) -> jax.Array:
-    """Return an estimate, from below, of the largest Ritz value; 0 before the first step."""
-    return _in_units(ritz, jnp.max(_Rows(*ritz.rows).greatest))
+@update_p.def_abstract_eval
+def _abstract(states, alpha, beta, shifts):
+    return jax.core.ShapedArray(states.shape, states.dtype)
 
 
-def smallest(ritz: Ritz) -> jax.Array:
-    """Return an estimate, from above, of the smallest Ritz value; 0 before the first step."""
-    return _in_units(ritz, jnp.min(_Rows(*ritz.rows).least))
+def _batch(operands, axes):
+    """Give states and coefficients the new axis in front: the handler takes them in turn."""
+    *mapped, shifts = operands
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    mapped = [
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(mapped, axes[:-1], strict=True)
+    ]
+    return update_p.bind(*mapped, shifts), 0
 
 
-def condition(ritz: Ritz) -> jax.Array:
-    """Return an estimate, from below, of the condition number; 1 before the first step."""
-    rows = _Rows(*ritz.rows)
-    return jnp.max(rows.greatest) / jnp.min(rows.least)
-
-
-def _in_units(ritz: Ritz, value: jax.Array) -> jax.Array:
-    unit = _Rows(*ritz.rows).unit[0]
-    known = unit > 0
-    divisor = jnp.where(known, unit, jnp.ones_like(unit))
-    return jnp.where(known, value / divisor, jnp.zeros_like(value))
+for _name, _handler in _native.HANDLERS.items():
+    jax.ffi.register_ffi_target(f"distsolve_{_name}", _handler, platform="cpu")
+mlir.register_lowering(update_p, mlir.lower_fun(plain, multiple_results=False))
+_lower = jax.ffi.ffi_lowering("distsolve_ritz_update", operand_output_aliases={0: 0})
+mlir.register_lowering(update_p, _lower, platform="cpu")
+batching.primitive_batchers[update_p] = _batch
 
 
 def _shifts(dtype: DTypeLike) -> np.ndarray:
     """Return the shifts, in units of the first Rayleigh quotient, which is inside the spectrum."""
     low, high = math.log(jnp.finfo(dtype).eps), math.log(1e8)
-    return np.exp(np.linspace(low, high, round((high - low) / _SPACING))).astype(dtype)
+    # A multiple of 16: the handler takes that many at a time.
+    return np.exp(np.linspace(low, high, 16 * math.ceil((high - low) / _SPACING / 16))).astype(
+        dtype
+    )

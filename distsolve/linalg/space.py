@@ -190,7 +190,8 @@ class _OnRanks(Space):
 
     def rank_zero(self) -> jax.Array:
         """Return whether this is rank 0, as a scalar; no communication."""
-        return jnp.asarray(mpi.rank(self.comm) == 0)
+        # Folded into the program, the constant would give ranks programs that round differently.
+        return jax.lax.optimization_barrier(jnp.asarray(mpi.rank(self.comm) == 0))
 
     def agree(self, x: jax.Array) -> jax.Array:
         """Return the entrywise maximum of ``x`` over the ranks, equal on all of them.

@@ -62,7 +62,7 @@ def test_basis_is_orthonormal_to_rounding():
 
     matrix = jnp.vander(jnp.linspace(0.1, 1, 16), increasing=True)  # a condition of 1e12
     method = module.method(12)
-    aim = driver.Aim(jnp.asarray(-1.0), jnp.asarray(0.0))
+    aim = driver.Aim(jnp.asarray(-1.0), jnp.asarray(0.0), jnp.asarray(0.0))
     A = functools.partial(jnp.matmul, matrix)
     state = method.init(A, None, jnp.ones(16), aim, Replicated())
     for _ in range(12):

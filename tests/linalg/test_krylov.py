@@ -48,6 +48,30 @@ def test_named_problems(solver, name):
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("seed", range(4))
+def test_inconsistent_systems_of_any_spectrum(solver, seed, dtype):
+    """Rounding must not carry x into the null space, however many steps are taken."""
+    random = np.random.default_rng(seed)
+    Q = np.linalg.qr(random.standard_normal((20, 20)))[0]
+    spectrum = np.sort(random.standard_normal(20)) * 10.0 ** random.uniform(-2, 2)
+    spectrum = np.abs(spectrum) if seed % 2 else spectrum
+    spectrum[: 1 + seed] = 0
+    A = ((Q * spectrum) @ Q.T).astype(dtype)
+    A, b = (A + A.T) / 2, random.standard_normal(20).astype(dtype)
+    rounding = {np.float64: 1e-12, np.float32: 1e-4}[dtype]
+    want = np.linalg.lstsq(A.astype(float), b, rcond=rounding)[0]
+    least = np.linalg.norm(b - A @ want)
+    for steps in (60, 300):
+        for tol in (1e-10, 0.0):
+            x, info = solver(A, b, tol=tol, maxiter=steps)
+            x = np.asarray(x, float)
+            found = np.linalg.norm(b - A.astype(float) @ x)
+            agree(found <= (1 + rounding) * least, f"{found} {least} {info.message}")
+            agree(np.linalg.norm(x) < 1e3 * np.linalg.norm(want), f"{x}")
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("where", ["b", "A"])
 def test_scale_does_not_matter(solver, where):
     A, b = shifted.astype(np.float32), spd.b.astype(np.float32)

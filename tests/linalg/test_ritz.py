@@ -90,3 +90,22 @@ def test_steps_that_broke_down_change_nothing():
     for alpha, beta in ((0.0, 1.0), (-1.0, 1.0), (np.nan, 1.0), (1.0, np.nan), (np.inf, 1.0)):
         found = estimate(np.insert(alphas, 1, alpha), np.insert(betas, 1, beta))
         assert_allclose(ritz.condition(found), ritz.condition(want))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_the_handler_is_the_plain_form(dtype):
+    names = ("linear", "logarithmic")
+    shifts = jnp.asarray(ritz._shifts(dtype))
+    steps = [np.array(coefficients(*SPECTRA[name]))[:, :60].astype(dtype) for name in names]
+    states = jnp.stack([ritz.start(dtype).state] * len(names))
+    compiled = jax.jit(jax.vmap(ritz.update, in_axes=(0, 0, 0)))
+    plain = jax.jit(ritz.plain)
+    for k in range(60):
+        alpha, beta = jnp.asarray(np.stack([pair[:, k] for pair in steps], axis=1))
+        if k == 7:
+            alpha = alpha.at[1].set(0)
+        found = compiled(ritz.Ritz(states), alpha, beta).state
+        want = plain(states, alpha, beta, shifts)
+        # The handler rounds each operation; XLA may fuse two.
+        assert_allclose(found, want, rtol=1e3 * np.finfo(dtype).eps, atol=16 * np.finfo(dtype).eps)
+        states = found

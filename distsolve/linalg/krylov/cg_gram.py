@@ -70,7 +70,8 @@ class Problem(NamedTuple):
         """Return what the recurrence is to reach."""
         eps = jnp.asarray(trees.epsilon(self.r), self.unit.dtype)
         target = jnp.maximum(margin * (self.limits.threshold / self.unit), eps)
-        return driver.Aim(jnp.where(self.limits.fixed, -1, target * target), eps * eps)
+        squared = jnp.where(self.limits.fixed, -1, target * target)
+        return driver.Aim(squared, eps * eps, jnp.zeros_like(eps))
 
 
 def run(
@@ -105,7 +106,9 @@ def run(
     p, unit_M, rz = direction(apply_M, r, trees.vdot(r, r))
     none = jnp.zeros(0, matrix.real_dtype)
     problem = Problem(
-        lambda V: matrix.product(V, none)[:2],
+        # Ranks agree because they compute the same from the same: what a user's function is compiled
+        # to, for other shapes on each rank, must not reach into it.
+        lambda V: matrix.product(jax.lax.optimization_barrier(V), none)[:2],
         lambda r: trees.scale(1 / unit_M, apply_M(r)),
         r,
         unit,

@@ -135,7 +135,7 @@ def conjugate(beta: jax.Array, zAz: jax.Array, pAp: jax.Array) -> tuple[jax.Arra
     return beta, jnp.where(doubtful, zAz, difference)
 
 
-def answer(M: Any, state: State) -> Any:
+def answer(M: Any, space: Space, state: State) -> Any:
     """Return the correction in the user's units."""
     return trees.scale(state.units.A, state.x)
 

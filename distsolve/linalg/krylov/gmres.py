@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from distsolve.linalg import arguments, driver, ritz, trees
 from distsolve.linalg.info import Info, Reason
-from distsolve.linalg.loop import agree_to_move
+from distsolve.linalg.loop import ROUNDING, agree_to_move
 from distsolve.linalg.space import Space
 
 # As in `cg`. The vectors held are the basis, of one more than `restart`, and one to work in.
@@ -53,7 +53,7 @@ def init(restart: int, A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) ->
         R=jnp.eye(restart, dtype=dtype),
         norm=norm,
         steps=jnp.zeros((), jnp.int32),
-        largest=zero,
+        largest=aim.size,
         rr=norm * norm,
         event=jnp.full((), Reason.RUNNING, jnp.int32),
         breakdown=zero,
@@ -79,7 +79,7 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     column_norm = trees.norm(column)
     largest = jnp.maximum(state.largest, jnp.hypot(column_norm, below))
     length = jnp.hypot(jnp.abs(column[j]), below)
-    least = 10 * jnp.finfo(length.dtype).eps * largest
+    least = ROUNDING * jnp.finfo(length.dtype).eps * largest
     useful, extends = length > least, (length > least) & (below > least)
 
     def turn(useful: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -111,11 +111,22 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     )
 
 
-def answer(M: Any, state: State) -> Any:
-    """Return the correction with the smallest residual in the space of the basis: M V y."""
+def answer(M: Any, space: Space, state: State) -> Any:
+    """Return the correction with the smallest residual in the space of the basis: M V y.
+
+    Of as many columns as are of use: where a singular system has no solution, the last ones grow
+    into the null space, and the residual of the correction, of at least eps ||A M|| ||y||, with
+    them, although that of the method falls on.
+    """
     made = jnp.arange(state.R.shape[0], dtype=state.steps.dtype) < state.steps
     g = jnp.where(made, state.norm.astype(state.Q.dtype) * state.Q[:-1, 0], 0)
-    y = jax.scipy.linalg.solve_triangular(state.R, g)
+    # Column k of `ys` is the y of the first k + 1 columns, and `left` the residuals, squared.
+    ys = jnp.cumsum(jax.scipy.linalg.solve_triangular(state.R, jnp.diag(g)), axis=1)
+    left = state.rr + jnp.cumsum(trees.squared(g)[::-1])[::-1] - trees.squared(g)
+    # Times the size of A M, y is about as large as r, whatever the scale of A.
+    rounding = trees.epsilon(state.V) * jnp.linalg.norm(state.largest.astype(ys.dtype) * ys, axis=0)
+    error = jnp.where(made, jnp.sqrt(jnp.maximum(left, 0)) + rounding, jnp.inf)
+    y = ys[:, space.decide(jnp.argmin(error).astype(jnp.int32))]
     u = trees.combine(jax.tree.map(lambda rows: rows[:-1], state.V), y)
     return u if M is None else trees.select(state.steps > 0, M(u), u)
 
@@ -158,6 +169,7 @@ def method(restart: int) -> driver.Method:
         COST | {"vectors": restart + 2},
         answer,
         symmetric=False,
+        minimises=True,
         restart=restart,
     )
 
@@ -214,7 +226,7 @@ def gmres(
     -------------
     One product with ``A`` and three reductions in each step, however long the basis; replicated
     vectors reduce locally, and agree in one tiny message a step instead. One product at the end of
-    every ``restart`` steps, for the true residual.
+    every ``restart`` steps, for the true residual, and one more agreement of replicated vectors.
 
     References
     ----------

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from distsolve.linalg import least_squares, trees
 from distsolve.linalg.info import Info, Reason
 from distsolve.linalg.least_squares import Aim, Problem
-from distsolve.linalg.loop import agree_to_move
+from distsolve.linalg.loop import ROUNDING, agree_to_move
 from distsolve.linalg.space import Replicated, Sharded, Space
 
 # A step: as in `cg`, and a product with the adjoint. The two reductions are a norm in each space.
@@ -111,7 +111,7 @@ def step(problem: Problem, aim: Aim, s: State) -> State:
     norm = jnp.hypot(jnp.hypot(s.norm, alpha), jnp.hypot(beta, problem.damp))
 
     eps = jnp.finfo(norm.dtype).eps
-    dependent = rho_bar <= eps * norm
+    dependent = rho_bar <= ROUNDING * eps * norm
     event = judge(estimate.norm, jnp.abs(zeta_bar), norm, dependent, aim)
     # Beyond this a step only adds rounding: nothing moves, now and ever after, and on no rank.
     useful = ~dependent & (jnp.abs(s.zeta_bar) > eps * s.norm * s.estimate.norm)

@@ -3,6 +3,10 @@
 Reference: Paige and Saunders (1975), doi:10.1137/0712047. Ours: the preconditioner is brought to
 size 1 by a power of two, and the unpreconditioned residual, which decides, is followed through its
 own recurrence (r_k = s^2 r_{k-1} - phi c v_{k+1}) at the price of no message.
+
+Where a singular system has no solution, the recurrence ends at rounding that grows into the null
+space: its residual falls on, while that of x, of at least eps ||A|| ||x||, does not. So the solve
+ends where the second is the larger, with the x for which their sum was least.
 """
 
 from typing import Any, NamedTuple
@@ -14,17 +18,19 @@ from jax.typing import ArrayLike
 from distsolve.linalg import arguments, driver, ritz, trees
 from distsolve.linalg.info import Info, Reason
 from distsolve.linalg.krylov.cg_classic import decide
-from distsolve.linalg.loop import agree_to_move
+from distsolve.linalg.loop import ROUNDING, agree_to_move
 from distsolve.linalg.space import Space
 
 # As in `cg`. With a preconditioner two vectors more are held: its products, and the residual.
-COST = {"matvec": 1, "reductions": 2, "agreements": 1, "vectors": 5}
+COST = {"matvec": 1, "reductions": 2, "agreements": 1, "vectors": 6}
 
 
 class State(NamedTuple):
     """All that MINRES carries from one iteration to the next."""
 
     x: Any
+    kept: Any  # the x of the least error
+    error: jax.Array  # of that: the residual that it can be said to have
     r: Any  # the residual; None without a preconditioner, where its norm is known from `phi`
     v_old: Any  # Lanczos vectors, orthonormal over M
     v: Any
@@ -62,6 +68,8 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
     v = trees.scale(inverse, r)
     return State(
         x=nothing,
+        kept=nothing,
+        error=jnp.full_like(rr, jnp.inf),
         r=None if M is None else r,
         v_old=nothing,
         v=v,
@@ -73,7 +81,7 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
         delta=zero,
         epsilon=zero,
         phi=phi,
-        largest=zero,
+        largest=aim.size,
         unit=unit,
         rr=rr,
         event=event,
@@ -86,7 +94,9 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     """Take one step, unless that would move nothing for the better."""
     s = state
     y = trees.axpy(-s.beta, s.v_old, trees.scale(s.unit, A(s.z)))
-    (alpha,) = space.dot((s.z, y))
+    # Times the size of A, x is about as large as r, whatever the scale of A.
+    Ax = trees.scale(s.largest / s.unit, s.x)
+    alpha, xx = space.dot((s.z, y), (Ax, Ax))
     y = trees.axpy(-alpha, s.v, y)
     My, beta, yMy, products = _extend(M, space, s, y)
 
@@ -98,8 +108,11 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
 
     # || A r || / || A || || r || is no more than rounding: r is all that A cannot reach. A step
     # would divide by gamma, which is next to nothing, and never again can a step be of use.
-    least = 10 * jnp.finfo(gamma.dtype).eps * largest
+    eps = trees.epsilon(s.x)
+    least, rounding = ROUNDING * eps * largest, eps * jnp.sqrt(xx)
     unreachable = (jnp.minimum(jnp.hypot(gamma_bar, delta_new), gamma) <= least) | (s.phi == 0)
+    unreachable |= rounding > s.phi
+    error = s.phi + rounding
     useful = ~unreachable & (s.rr > aim.floor)
     inverse = trees.safe_ratio(jnp.ones_like(gamma), gamma)
     cosine_new, sine_new = gamma_bar * inverse, beta * inverse
@@ -111,13 +124,15 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     event = judge(finite, indefinite, rr, unreachable, aim)
 
     # Agree before x moves: a step that fails or is of no use on one rank must move nothing on any.
-    event, useful = agree_to_move(space, event, useful)
+    event, useful, better = agree_to_move(space, event, useful, error <= s.error)
+    kept = trees.select(better, s.x, s.kept)
     phi, rr = jnp.where(useful, phi, 0), jnp.where(useful, rr, s.rr)
     good = event < Reason.INDEFINITE_PRECONDITIONER
     inverse = jnp.where(good, inverse, 0)
     w = trees.axpy(-jnp.where(good, s.epsilon * inverse, 0), s.w_old, trees.scale(inverse, s.z))
     w = trees.axpy(-jnp.where(good, delta * inverse, 0), s.w, w)
     x = trees.axpy(jnp.where(good & useful, s.unit * cosine_new * s.phi, 0), w, s.x)
+    x = trees.select(useful, x, kept)
     shrink = trees.safe_ratio(jnp.ones_like(beta), beta)
     r = s.r
     if M is not None:
@@ -125,6 +140,8 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
         r = trees.select(useful, r, s.r)
     return State(
         x=x,
+        kept=kept,
+        error=jnp.where(better, error, s.error),
         r=r,
         v_old=s.v,
         v=trees.scale(shrink, y),
@@ -195,7 +212,7 @@ def judge(
     )
 
 
-METHOD = driver.Method("minres", init, step, COST)
+METHOD = driver.Method("minres", init, step, COST, minimises=True)
 
 
 def minres(
@@ -217,8 +234,8 @@ def minres(
 
     The equation is ``A x = b`` over all leaves of ``b`` together, with the inner product
     ``Re <x, y>``; of all vectors in the Krylov space, x has the smallest residual. If ``A`` is
-    singular and the system has no solution, x minimises ``||b - A x||`` and the solve ends as
-    "stagnated".
+    singular and the system has no solution, x minimises ``||b - A x||`` as far as rounding lets it,
+    and the solve ends as "stagnated".
 
     Parameters
     ----------

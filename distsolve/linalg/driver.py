@@ -58,8 +58,8 @@ class Method(NamedTuple):
     ``init`` returns the state at the zero correction, whose residual is ``r``, of a norm of about
     1. A state has the fields ``x`` (the correction), ``event`` (a `Reason`, equal on all ranks;
     CONVERGED means that the method's own residual met the aim), ``breakdown``, ``rr`` (the method's
-    own squared residual norm) and ``ritz``; a method that minimises the residual has ``largest``, the
-    size of A M.
+    own squared residual norm) and ``ritz``; if the method minimises the residual, also ``largest``,
+    the size of A M.
     """
 
     name: str

@@ -106,8 +106,8 @@ def run(
     p, unit_M, rz = direction(apply_M, r, trees.vdot(r, r))
     none = jnp.zeros(0, matrix.real_dtype)
     problem = Problem(
-        # Ranks agree because they compute the same from the same: what a user's function is compiled
-        # to, for other shapes on each rank, must not reach into it.
+        # Ranks agree because they compute the same from the same: what a user's function is
+        # compiled to, for other shapes on each rank, must not reach into it.
         lambda V: matrix.product(jax.lax.optimization_barrier(V), none)[:2],
         lambda r: trees.scale(1 / unit_M, apply_M(r)),
         r,

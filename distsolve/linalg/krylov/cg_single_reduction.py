@@ -119,7 +119,8 @@ def attainable(aim: driver.Aim) -> driver.Aim:
     Further steps would follow rounding errors, into the null space of a singular A for one.
     """
     floor = 64 * aim.floor
-    return driver.Aim(jnp.where(aim.target < 0, aim.target, jnp.maximum(aim.target, floor)), floor)
+    target = jnp.where(aim.target < 0, aim.target, jnp.maximum(aim.target, floor))
+    return aim._replace(target=target, floor=floor)
 
 
 def conjugate(beta: jax.Array, zAz: jax.Array, pAp: jax.Array) -> tuple[jax.Array, jax.Array]:

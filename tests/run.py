@@ -6,6 +6,7 @@ What a cell printed is kept under `build/tests`, and shown in full if it failed.
 
 Tests marked `once` run in the first cell of an environment only. Those of the solvers, which reach
 MPI through the primitives alone, run on all ranks under the first MPI, and on two under the others.
+The others are tested in the first environment only: what tells them apart is below JAX.
 
     python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
 """
@@ -13,7 +14,6 @@ MPI through the primitives alone, run on all ranks under the first MPI, and on t
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -26,12 +26,10 @@ from launch import ROOT, Finished, cores, job_environment, mpiexec, run_command
 from spmd import is_jobs
 
 LOGS = ROOT / "build/tests"
-# The text of a program is the same for both MPIs and often for any number of ranks, so cells share
-# what XLA compiled. It is thrown away at the start: each run compiles every program at least once.
-COMPILED = LOGS / "compiled"
-# The first cell of an environment compiles as XLA does for users; the others, most of whose time
-# would go into compiling the same solvers for other ranks, with its simpler code generator.
+# The first cell of all, and the jobs, compile as XLA does for users; the other cells, most of whose
+# time would go into compiling the same solvers for other ranks, with its simpler code generator.
 QUICK = " --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+SOLVERS = "tests/linalg"
 CELL_SECONDS = 1500.0
 PYTEST = ["-m", "pytest", "-q", "--color=no", "--durations=5"]
 CLOSING = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", re.MULTILINE)
@@ -49,6 +47,11 @@ def is_path(text: str) -> bool:
     return (ROOT / text.partition("::")[0]).exists()
 
 
+def is_solvers(text: str) -> bool:
+    """Return whether a path is one of the solvers' tests."""
+    return text.startswith(SOLVERS)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run of the suite; zero ranks stands for `tests/jobs`."""
@@ -57,19 +60,24 @@ class Cell:
     python: str
     mpi: str
     ranks: int
+    part: str  # "solvers", "primitives" for all but those, or "" for both
     repeated: bool
-    solvers: bool
+    quick: bool
 
     @property
     def name(self) -> str:
         """Name of this cell's line and log."""
         what = f"{self.ranks} rank{'s'[: self.ranks > 1]}" if self.ranks else "jobs"
-        return f"{self.end:7} {self.mpi:8} {what:7}"
+        return f"{self.end:7} {self.mpi:8} {what:7} {self.part:10}"
 
     def paths(self, arguments: list[str]) -> list[str]:
         """Return the test paths of this cell: those asked for that are its kind, or all."""
         asked = [text for text in arguments if is_path(text)]
         kind = [text for text in asked if is_jobs(text) == (self.ranks == 0)]
+        if self.ranks and self.part:
+            solvers = self.part == "solvers"
+            kind = [text for text in kind if is_solvers(text) == solvers]
+            return kind if asked else [SOLVERS if solvers else "tests"]
         return kind if asked else ["tests" if self.ranks else "tests/jobs"]
 
     def run(self, arguments: list[str], seconds: float) -> Finished:
@@ -78,16 +86,12 @@ class Cell:
         environment = job_environment(self.mpi, self.ranks or 1, {"DISTSOLVE_TEST_MPI": self.mpi})
         if self.repeated:
             environment["DISTSOLVE_TEST_REPEATED"] = "1"
+        if self.quick:
             environment["XLA_FLAGS"] += QUICK
         if self.ranks:
-            environment |= {
-                "JAX_COMPILATION_CACHE_DIR": str(COMPILED / self.end),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            }
             command = [*mpiexec(self.mpi, self.ranks, self.python), self.python, *PYTEST]
             command += ["--ignore=tests/jobs", *arguments]
-            command += [] if self.solvers else ["--ignore=tests/linalg"]
+            command += [f"--ignore={SOLVERS}"] if self.part == "primitives" else []
         else:
             command = [self.python, *PYTEST, *arguments]
         return run_command(command, seconds, environment)
@@ -150,16 +154,23 @@ def environments(options: argparse.Namespace) -> dict[str, str]:
 def cells(options: argparse.Namespace) -> list[Cell]:
     """Return the matrix: the ranks of an end, then its jobs, for each MPI."""
     ranks = split(options.ranks)
-    found = []
+    found: list[Cell] = []
+    first_mpi, *others = options.mpi.split(",")
     for end, python in environments(options).items():
-        numbers = ranks.get(end, ranks.get("all", "1,2,3,0")).split(",")
-        libraries = options.mpi.split(",")
-        pairs = [(mpi, int(number)) for mpi in libraries for number in numbers]
+        numbers = [int(n) for n in ranks.get(end, ranks.get("all", "1,2,3,0")).split(",")]
+        libraries = [first_mpi] if found else [first_mpi, *others]
+        pairs = [(mpi, number) for mpi in libraries for number in numbers]
         first = next((pair for pair in pairs if pair[1]), None)
+        quick = bool(found)
         for mpi, number in pairs:
             repeated = bool(number) and (mpi, number) != first
-            solvers = mpi == libraries[0] or number == 2
-            found.append(Cell(end, python, mpi, number, repeated, solvers))
+            parts = ["" if mpi == first_mpi or number in (0, 2) else "primitives"]
+            if number == 1 and mpi == first_mpi:
+                parts = ["primitives", "solvers"]  # side by side
+            found += [
+                Cell(end, python, mpi, number, part, repeated, bool(number) and (quick or repeated))
+                for part in parts
+            ]
     return found
 
 
@@ -192,7 +203,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=CELL_SECONDS, help="limit of one cell")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args()
-    shutil.rmtree(COMPILED, ignore_errors=True)
     total = run_all([cell for cell in cells(options) if cell.paths(options.pytest)], options)
     if not total["passed"] and not total["failed"]:
         total["failed"] = 1  # a run that tested nothing is no success

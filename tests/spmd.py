@@ -20,7 +20,6 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
-import compiled
 import numpy as np
 import pytest
 
@@ -230,8 +229,6 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     watchdog.arm(TEST_SECONDS, "the start of MPI and the collection of tests")
     watchdog.rank = ranks().rank
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ and ranks().size > 1:
-        compiled.share(watchdog.rank, os.environ["JAX_COMPILATION_CACHE_DIR"])
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if watchdog.rank and reporter is not None:
         config.pluginmanager.unregister(reporter)

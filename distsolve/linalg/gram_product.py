@@ -16,8 +16,9 @@ rounding is that of a BLAS product. Elsewhere, and for derivatives, XLA computes
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
+from distsolve.linalg import handlers
 from distsolve.linalg.native import gram as _native
 from distsolve.linalg.trees import DTYPES, HIGHEST, squared, vary_like
 
@@ -87,7 +88,6 @@ def plain(J, V, weights, tail):
 
 
 gram_product_p = Primitive("gram_product")
-gram_product_p.def_impl(jax.jit(gram_product_p.bind))
 
 
 @gram_product_p.def_abstract_eval
@@ -119,12 +119,6 @@ def _lower(ctx, *operands):
     scratch = jax.core.ShapedArray((8 * k + moved,), jnp.uint8)
     rule = jax.ffi.ffi_lowering("distsolve_gram_product")
     return rule(ctx.replace(avals_out=(*ctx.avals_out, scratch)), *operands)[:1]
-
-
-for _name, _handler in _native.HANDLERS.items():
-    jax.ffi.register_ffi_target(f"distsolve_{_name}", _handler, platform="cpu")
-mlir.register_lowering(gram_product_p, mlir.lower_fun(plain, multiple_results=False))
-mlir.register_lowering(gram_product_p, _lower, platform="cpu")
 
 
 def _jvp(primals, tangents):
@@ -160,5 +154,6 @@ def _batch(operands, axes):
     return jnp.concatenate(parts, axis=1), 0
 
 
+handlers.register(gram_product_p, _native.HANDLERS, plain, _lower)
 ad.primitive_jvps[gram_product_p] = _jvp
 batching.primitive_batchers[gram_product_p] = _batch

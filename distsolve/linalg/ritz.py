@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching
 from jax.typing import DTypeLike
 
-from distsolve.linalg import trees
+from distsolve.linalg import handlers, trees
 from distsolve.linalg.native import ritz as _native
 
 _SPACING = 0.08  # of the shifts, relative: the accuracy
@@ -149,7 +149,6 @@ def plain(states, alpha, beta, shifts):
 
 
 update_p = Primitive("ritz_update")
-update_p.def_impl(jax.jit(update_p.bind))
 
 
 @update_p.def_abstract_eval
@@ -168,12 +167,13 @@ def _batch(operands, axes):
     return update_p.bind(*mapped, shifts), 0
 
 
-for _name, _handler in _native.HANDLERS.items():
-    jax.ffi.register_ffi_target(f"distsolve_{_name}", _handler, platform="cpu")
-mlir.register_lowering(update_p, mlir.lower_fun(plain, multiple_results=False))
-_lower = jax.ffi.ffi_lowering("distsolve_ritz_update", operand_output_aliases={0: 0})
-mlir.register_lowering(update_p, _lower, platform="cpu")
 batching.primitive_batchers[update_p] = _batch
+handlers.register(
+    update_p,
+    _native.HANDLERS,
+    plain,
+    jax.ffi.ffi_lowering("distsolve_ritz_update", operand_output_aliases={0: 0}),
+)
 
 
 def _shifts(dtype: DTypeLike) -> np.ndarray:

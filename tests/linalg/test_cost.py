@@ -1,6 +1,7 @@
 """The COST tables are kept: products and messages of one step, counted as MPI calls."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from linalg.solves import calls, layout, reductions
 from spmd import agree, ranks
 
 from distsolve import mpi
-from distsolve.linalg import Replicated, Sharded, cg, gmres, lsmr, minres
+from distsolve.linalg import Gram, Replicated, Sharded, cg, gmres, lsmr, minres
 from distsolve.linalg.krylov import cg as cgs
 from distsolve.linalg.krylov import gmres as gmres_file
 from distsolve.linalg.krylov import lsmr as lsmr_file
@@ -22,6 +23,35 @@ SOLVERS = {
 }
 SOLVERS["minres"] = minres, minres_file.COST
 SOLVERS["gmres"] = functools.partial(gmres, restart=8), gmres_file.COST
+
+
+VECTOR = 5000
+STEP = re.compile(r"^%[\w.]*.*?^}", re.MULTILINE | re.DOTALL)
+COPY = re.compile(rf"\[{VECTOR}\]\S* copy\(")
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("method", [*cgs.METHODS, "gram"])
+def test_a_step_copies_no_vector(method):
+    """Each copy would cost as much as an update of x."""
+    b, J = jnp.ones(VECTOR), jnp.ones((3, VECTOR))
+
+    def A(p):
+        return 3 * p - jnp.roll(p, 1) - jnp.roll(p, -1)
+
+    solve = functools.partial(cg, A, method=method, space=Sharded())
+    if method == "gram":
+        solve = functools.partial(cg, Gram(J, shift=1.0))
+    text = jax.jit(solve).lower(b).compile().as_text()
+    loops = [body for body in STEP.findall(text) if loop_of(body) in text and "while(" not in body]
+    agree(bool(loops), "no loop found")
+    copies = [line for body in loops for line in body.splitlines() if COPY.search(line)]
+    agree(not copies, "\n".join(copies))
+
+
+def loop_of(computation):
+    """Return the words by which a while loop names a computation as its body."""
+    return f"body={computation.split(maxsplit=1)[0]},"
 
 
 def marked(product):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from distsolve.linalg import driver, ritz, trees
+from distsolve.linalg import driver, order, ritz, trees
 from distsolve.linalg.info import Reason
 from distsolve.linalg.space import Space
 
@@ -62,6 +62,7 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     # travel, too: ranks whose units differ by a factor of two would not add up in A.
     event, rz_new, rr_new = decide(space, judge(pAp, rz_new, rr, rr_new, aim), rz_new, rr_new)
     x = trees.axpy(jnp.where(event < Reason.INDEFINITE_OPERATOR, alpha, 0), p, x)
+    p = order.after(x, p)
 
     beta, unit_new = trees.safe_ratio(rz_new, rz), size_of(z, rz_new, rr_new)
     p = trees.axpy(beta * (unit / unit_new), p, trees.scale(1 / unit_new, z))

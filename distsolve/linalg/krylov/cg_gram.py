@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from distsolve.linalg import driver, ritz, trees
+from distsolve.linalg import driver, order, ritz, trees
 from distsolve.linalg.info import Info, Reason
 from distsolve.linalg.krylov.cg_classic import judge, size_of
 from distsolve.linalg.loop import Limits, Seen, Stop, Watch, report
@@ -256,7 +256,7 @@ def step(problem: Problem, state: State, Sp: Any, pSp: jax.Array, Sx: Any) -> St
     iterations = state.iterations + (event < Reason.INDEFINITE_OPERATOR).astype(jnp.int32)
     norm = problem.unit * jnp.sqrt(rr)
     return moved_state._replace(
-        p=trees.axpy(beta * (state.unit / unit), state.p, p),
+        p=trees.axpy(beta * (state.unit / unit), order.after(x, state.p), p),
         unit=unit,
         rz=rz,
         event=event,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from distsolve.linalg import driver, ritz, trees
+from distsolve.linalg import driver, order, ritz, trees
 from distsolve.linalg.info import Reason
 from distsolve.linalg.krylov.cg_classic import decide, judge, size_of
 from distsolve.linalg.space import Space
@@ -100,7 +100,7 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     x = trees.axpy(jnp.where(event < Reason.INDEFINITE_OPERATOR, alpha, 0), p, x)
 
     beta, pAp_new = conjugate(trees.safe_ratio(rz_new, rz), zAz, pAp)
-    p, s = trees.axpy(beta, p, z), trees.axpy(beta, s, w)
+    p, s = trees.axpy(beta, order.after(x, p), z), trees.axpy(beta, s, w)
     breakdown = units.breakdown(pAp, rz_new)
     estimates = ritz.update(estimates, alpha * units.A * units.M, beta)
     return State(x, r, p, s, units, rz_new, pAp_new, rr_new, event, breakdown, estimates)

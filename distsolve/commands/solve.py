@@ -29,12 +29,28 @@ BLOCK = 32  # rows of a block of block_jacobi
 MOST_HISTORY = 1_000_000  # residual norms kept for a plot
 
 FEW_RANKS = 16  # whose rows are listed one by one
-# What to change on the command line, by the name of the reason.
-ADVICE = {
-    "maxiter": "raise --maxiter, loosen --tol, or use another --preconditioner",
-    "stagnated": "loosen --tol, or use a wider --dtype",
-    "indefinite_operator": "--method minres or gmres takes such a matrix",
-    "indefinite_preconditioner": "--preconditioner none, or --method gmres",
+# What happened and what to change on the command line, by the name of the reason.
+FAILURES = {
+    "maxiter": (
+        "Stopped after {steps} with a residual of {residual:.6g}, above the threshold "
+        "{threshold:.6g}.",
+        "raise --maxiter, loosen --tol, or use another --preconditioner",
+    ),
+    "stagnated": (
+        "Stagnated after {steps}: rounding, or a singular matrix, keeps the true residual at "
+        "{residual:.6g}, above the threshold {threshold:.6g}.",
+        "loosen --tol, or use a wider --dtype",
+    ),
+    "indefinite_operator": (
+        "Stopped after {steps}: <p, A p> = {breakdown:.6g}, so the matrix is not positive "
+        "definite.",
+        "--method minres or gmres takes such a matrix",
+    ),
+    "indefinite_preconditioner": (
+        "Stopped after {steps}: <r, M r> = {breakdown:.6g}, so the preconditioner is not positive "
+        "definite.",
+        "--preconditioner none, or --method gmres",
+    ),
 }
 
 
@@ -72,7 +88,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--maxiter", type=_positive, help="most iterations (10 times the rows)")
     parser.add_argument("--dtype", choices=DTYPES, help="(float64, or complex128 where needed)")
     parser.add_argument("--output", type=Path, help="Matrix Market file to write x to")
-    parser.add_argument("--plot", type=Path, help="PNG of the residual over the iterations")
+    parser.add_argument("--plot", type=Path, help="picture of the residual, e.g. FILE.png")
     parser.add_argument("--quiet", action="store_true", help="no live line, no report")
     parser.set_defaults(run=run)
 
@@ -124,7 +140,8 @@ def run(options: argparse.Namespace) -> int:
     if system and not options.quiet:
         print(report(options, system, A, x, outcome))
     elif system and not outcome.info.converged:
-        print(f"{options.file}: {outcome.info.message}", file=sys.stderr)
+        ended, advice = result(outcome.info)
+        print(f"{options.file}: {ended}{advice and f' Advice: {advice}.'}", file=sys.stderr)
     return 0 if outcome.info.converged else 1
 
 
@@ -132,12 +149,30 @@ def _check_targets(options):
     """Find out before the work whether its results can be written."""
     for name in ("output", "plot"):
         path = getattr(options, name)
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            raise InputError(f"--{name} {path}: is no file in a folder that exists.")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        if path and path.is_dir():
+            raise InputError(f"--{name} {path}: is a folder. Name a file in it.")
+        if path and not path.parent.is_dir():
+            raise InputError(
+                f"--{name} {path}: the folder {path.parent} does not exist. Make it first."
+            )
+    if not options.plot:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
             "--plot needs matplotlib, which is not installed: pip install 'distsolve[examples]'."
         )
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if _picture_format(options.plot) not in kinds:
+        raise InputError(
+            f"--plot {options.plot}: its ending {options.plot.suffix} is no picture that "
+            f"matplotlib can write. Use one of .{', .'.join(sorted(kinds))}."
+        )
+
+
+def _picture_format(path):
+    return path.suffix[1:].lower() or "png"
 
 
 def _write(options, x, info):
@@ -146,7 +181,7 @@ def _write(options, x, info):
             scipy.io.mmwrite(options.output, x[:, None])
         if options.plot:
             plot(options, info)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # some pictures need programs that may be missing
         raise InputError(f"the results cannot be written: {error}.") from error
 
 
@@ -228,6 +263,7 @@ def report(
     str
     """
     info, n = outcome.info, A.shape[0]
+    ended, advice = result(info)
     rhs_norm = float(info.rhs_norm)
     relative = float(info.residual_norm) / rhs_norm if rhs_norm else float(info.residual_norm)
     method = options.method
@@ -240,8 +276,8 @@ def report(
         "right-hand side": options.rhs or "A @ ones, so that the solution is 1 everywhere",
         "rows per rank": _counts(A.counts),
         "method": method,
-        "result": info.message,
-        "advice": ADVICE.get(info.reason_name, ""),
+        "result": ended,
+        "advice": advice,
         "iterations": steps,
         "true residual": f"{float(info.residual_norm):.6g}, relative {relative:.3g}",
         "error": "" if options.rhs else f"{np.abs(x - 1).max():.3g} at most",
@@ -252,6 +288,30 @@ def report(
         "plot": options.plot,
     }
     return "\n".join(f"{name:16} {text}" for name, text in lines.items() if text not in ("", None))
+
+
+def result(info: linalg.Info) -> tuple[str, str]:
+    """Return why a solve ended, and what to change on the command line, or an empty text.
+
+    Parameters
+    ----------
+    info : Info
+
+    Returns
+    -------
+    str, str
+    """
+    if info.reason_name not in FAILURES:
+        return info.message, ""
+    text, advice = FAILURES[info.reason_name]
+    steps = int(info.iterations)
+    text = text.format(
+        steps=f"{steps} iteration{'s' if steps != 1 else ''}",
+        residual=float(info.residual_norm),
+        threshold=float(info.threshold),
+        breakdown=float(info.breakdown),
+    )
+    return text, advice
 
 
 def _counts(counts):
@@ -286,4 +346,4 @@ def plot(options: argparse.Namespace, info: linalg.Info) -> None:
     axes.set_ylabel("residual / norm of the right-hand side")
     axes.set_title(f"{options.file.name}, {options.method}")
     axes.legend()
-    figure.savefig(options.plot, format="png", dpi=150)
+    figure.savefig(options.plot, format=_picture_format(options.plot), dpi=150)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distsolve.linalg.space import Replicated, Space
+from distsolve.linalg.space import Replicated, Sharded, Space
+from distsolve.linalg.trees import DTYPES
 
 
 def as_vector(b, name="b"):
@@ -53,8 +54,43 @@ def require_same(out, b, name, remedy, like="`b`"):
         if found.dtype != wanted.dtype:
             raise TypeError(
                 f"{name}{where(path)} must have the dtype of {like}, as nothing is cast silently: "
-                f"expected {wanted.dtype}, got {found.dtype}. {remedy}"
+                f"expected {wanted.dtype}, got {found.dtype}. "
+                f"{_mixed(found.dtype, wanted.dtype, name, like)}{remedy}"
             )
+
+
+def _mixed(found, wanted, name, like):
+    """Return what to do where one of two dtypes is complex and the other is not, or nothing."""
+    found, wanted = (jnp.issubdtype(dtype, jnp.complexfloating) for dtype in (found, wanted))
+    if found == wanted:
+        return ""
+    wide, narrow = (name, like) if found else (like, name)
+    return f"Make {narrow} complex, or take the real part of {wide}. "
+
+
+def one_array(J):
+    """Return the log-derivatives ``J`` as an array; raise if they are a pytree of several."""
+    leaves = jax.tree.leaves(J)
+    if isinstance(J, dict) or (not hasattr(J, "dtype") and any(map(np.ndim, leaves))):
+        raise TypeError(
+            f"`J` must be one array of shape (n, P): got a {type(J).__name__} of {len(leaves)} "
+            f"arrays. {_MAKE_J}"
+        )
+    return jnp.asarray(J)
+
+
+def log_derivatives(J):
+    """Return ``J`` as an array; raise unless it is (n, P) of one of the `DTYPES`."""
+    J = one_array(J)
+    if J.ndim != 2 or str(J.dtype) not in DTYPES:
+        raise TypeError(
+            f"`J` must have shape (n, P) and a dtype of {', '.join(DTYPES)}: got {J.dtype} of "
+            f"shape {J.shape}. {_MAKE_J}"
+        )
+    return J
+
+
+_MAKE_J = "Make it with `distsolve.jacobian(log_psi, params, samples)`."
 
 
 def tolerance(value, name, dtype):
@@ -124,14 +160,17 @@ def callback(value):
     return value
 
 
-def space(value):
-    """Return the space that vectors live in, `Replicated` on the world by default."""
+def space(value, default=Replicated, name="space"):
+    """Return the space of the argument ``name``, by default ``default`` on the world."""
     if value is not None and not isinstance(value, Space):
+        remedy = "What every rank holds whole is Replicated(); pieces are Sharded()."
+        if isinstance(value, type) and issubclass(value, Space):
+            call = "()" if issubclass(value, (Replicated, Sharded)) else "(...)"
+            remedy = f"Did you mean {value.__name__}{call}?"
         raise TypeError(
-            f"`space` must be a Replicated, Sharded or MeshAxis: got {value!r}. Vectors that every "
-            "rank holds whole are Replicated(), the default; pieces are Sharded()."
+            f"`{name}` must be a Replicated, Sharded or MeshAxis: got {value!r}. {remedy}"
         )
-    return Replicated() if value is None else value
+    return default() if value is None else value
 
 
 def data(value):

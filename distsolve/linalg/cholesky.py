@@ -25,6 +25,7 @@ def solve(H: jax.Array, b: jax.Array, damping: jax.Array, space: Space):
     Returns
     -------
     x : (n,), replicated
+        NaN where no factor was good, or a negative ``damping`` made the matrix indefinite.
     raised : real scalar, replicated
         What was added to the diagonal besides: 0, or nine times the damping and then ten times
         as much at each attempt, never less than rounding asks for.
@@ -35,6 +36,9 @@ def solve(H: jax.Array, b: jax.Array, damping: jax.Array, space: Space):
     """
     diagonal = jnp.real(jnp.diagonal(H))
     damping = jnp.broadcast_to(damping, diagonal.shape)
+    # What nothing depends on and nothing damps stays where it is, and makes no other entry move.
+    idle = (diagonal == 0) & (damping == 0)
+    b, alone = jnp.where(idle, 0, b), idle.astype(diagonal.dtype)
     eps = jnp.finfo(H.dtype).eps
     largest = jnp.max(jnp.abs(diagonal), initial=0) + jnp.max(jnp.abs(damping), initial=0)
     largest = jnp.where(largest == 0, jnp.ones_like(largest), largest)
@@ -51,15 +55,15 @@ def solve(H: jax.Array, b: jax.Array, damping: jax.Array, space: Space):
         _, raised, _, tries = carry
         more = jnp.where(tries == 0, jnp.zeros_like(raised), jnp.maximum(10 * raised, first))
         # Not a scatter: a sum is fused with the copy that the factorisation overwrites.
-        added = (damping + more).astype(H.dtype)
+        added = (damping + more + alone).astype(H.dtype)
         damped = jnp.where(jnp.eye(len(b), dtype=bool), H + added[None], H)
         L = jax.lax.linalg.cholesky(damped, symmetrize_input=False)
         x = jax.scipy.linalg.cho_solve((L, True), b)
         # A pivot that is all rounding would make x a large random vector.
         pivots = jnp.real(jnp.diagonal(L)) ** 2
-        sound = pivots > ROUNDING * eps * (diagonal + damping + more)
+        sound = pivots > ROUNDING * eps * (diagonal + damping + more + alone)
         good = jnp.all(jnp.isfinite(x)) & jnp.all(sound)
-        failed = jnp.where(jnp.isfinite(largest), RUNNING, HOPELESS)
+        failed = jnp.where(jnp.isfinite(largest) & jnp.all(damping >= 0), RUNNING, HOPELESS)
         verdict = jnp.where(good, SOLVED, failed).astype(raised.dtype)
         return x, more, space.agree(verdict), tries + 1
 
@@ -69,5 +73,5 @@ def solve(H: jax.Array, b: jax.Array, damping: jax.Array, space: Space):
         jnp.full((), RUNNING, diagonal.dtype),
         jnp.zeros((), jnp.int32),
     )
-    x, raised, _, _ = jax.lax.while_loop(go_on, attempt, start)
-    return x, raised
+    x, raised, verdict, _ = jax.lax.while_loop(go_on, attempt, start)
+    return jnp.where(verdict == SOLVED, x, jnp.nan), raised

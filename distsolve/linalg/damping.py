@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distsolve.linalg import arguments, trees
 
@@ -23,7 +24,13 @@ class Damping(NamedTuple):
         """Return the damping of P parameters with scalars of dtype ``real``, or raise."""
 
         def number(value, name, *shapes):
-            return arguments.real_array(value, name, real, *shapes)
+            found = arguments.real_array(value, name, real, *shapes)
+            if not isinstance(found, jax.core.Tracer) and np.any(np.asarray(found) < 0):
+                raise ValueError(
+                    f"`{name}` must not be negative, or the matrix is not positive definite: got "
+                    f"{value!r}. Pass 0 for none."
+                )
+            return found
 
         none = arguments.is_plain_zero(diag_scale)
         if rms is not None:

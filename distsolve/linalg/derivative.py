@@ -14,6 +14,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from distsolve.linalg import trees
+from distsolve.linalg.info import Reason
 
 
 class Adjoint(NamedTuple):
@@ -66,7 +67,8 @@ def solve(run, symmetric, A, M, A_consts, M_consts, b, x0, stop):
         quiet = functools.partial(run, watched=False)
 
         def another(A, M, rhs):
-            return solve(quiet, symmetric, A, M, A_consts, M_consts, rhs, None, t_stop)[0]
+            v, info = solve(quiet, symmetric, A, M, A_consts, M_consts, rhs, None, t_stop)
+            return jax.tree.map(lambda leaf: jnp.where(unsolved(info), jnp.nan, leaf), v)
 
         forward = functools.partial(another, A, M)
         backward = forward if symmetric else functools.partial(another, adjoint(A), adjoint(M))
@@ -74,6 +76,13 @@ def solve(run, symmetric, A, M, A_consts, M_consts, b, x0, stop):
         return (x, info), (t_x, jax.tree.map(no_tangent, info))
 
     return solution(A_consts, M_consts, b, x0, stop)
+
+
+def unsolved(info):
+    """Return whether a solve from zero stayed there, so that a derivative is NaN rather than 0."""
+    tried = (info.iterations > 0) | (info.reason >= Reason.STAGNATED)
+    stuck = (info.residual_norm == info.rhs_norm) & (info.reason != Reason.CONVERGED)
+    return (tried & stuck) | ~jnp.isfinite(info.rhs_norm)
 
 
 def linear_solve(A, forward, backward, rhs, symmetric):

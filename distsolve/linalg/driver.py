@@ -51,6 +51,8 @@ from distsolve.linalg import arguments, derivative, operators, ritz, trees
 from distsolve.linalg.info import Reason
 from distsolve.linalg.loop import Counting, Limits, Seen, Stop, Watch, report
 
+GROWTH = 10  # of the residual, beyond which a solve that ran out of steps keeps its start
+
 
 class Method(NamedTuple):
     """A solver: ``init(A, M, r, aim, space)`` and ``step(A, M, aim, space, state)``.
@@ -264,10 +266,13 @@ def _cycle(method, A, M, b, limits, space, wanted, cost, s):
     ).astype(jnp.int32)
     broken = (reason == Reason.INDEFINITE_OPERATOR) | (reason == Reason.INDEFINITE_PRECONDITIONER)
     failed = (first.event == Reason.RUNNING) & (state.event >= Reason.INDEFINITE_OPERATOR)
-    # A cycle whose steps were all rounding can make the residual worse: keep the better.
+    # A cycle whose steps were all rounding can make the residual worse: keep the better. That of
+    # CG may also grow on its way, if not by much.
     worse = residual_norm > s.residual_norm
     if not method.minimises:
-        worse &= reason == Reason.STAGNATED
+        grown = (reason == Reason.MAXITER) & (residual_norm > GROWTH * s.residual_norm)
+        worse &= (reason >= Reason.STAGNATED) | grown
+    worse |= ~jnp.isfinite(residual_norm)
     x, r = trees.select(worse, (s.x, s.r), (x, r))
     return _Cycle(
         x,

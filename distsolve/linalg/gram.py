@@ -108,7 +108,9 @@ class SRMatrix:
         self, V: jax.Array, extra: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return what `product` does for C, the matrix without damping; one message."""
-        self._check(V)
+        if V.ndim != 2:
+            raise ValueError(f"expected vectors of shape (k, {self.size}): got {V.shape}.")
+        self._check(V.shape[1], V.dtype, "a vector")
         k, P = V.shape
         here = jnp.asarray(self._weight_here(), self.real_dtype)
         tail = jnp.concatenate([here[None], extra])
@@ -131,11 +133,7 @@ class SRMatrix:
 
         Communication: one message.
         """
-        leaves = jax.tree.leaves(v)
-        if len({leaf.dtype for leaf in leaves}) != 1:
-            raise TypeError(
-                f"a vector must have leaves of one dtype: got {[str(x.dtype) for x in leaves]}."
-            )
+        self.check_vector(v, "a vector")
         none = jnp.zeros(0, self.real_dtype)
         row, shaped = ravel_pytree(v)
         product, _, _ = self.product(row[None], none)
@@ -185,17 +183,35 @@ class SRMatrix:
         """The dtype of the rows of J."""
         raise NotImplementedError
 
-    def _check(self, V):
-        if V.ndim != 2 or V.shape[1] != self.size:
-            raise ValueError(
-                f"a vector must have as many entries as there are parameters, {self.size}: got "
-                f"{V.shape[-1] if V.ndim else V.shape}."
-            )
-        if V.dtype not in self._vector_dtypes():
-            expected = " or ".join(map(str, self._vector_dtypes()))
+    def check_vector(self, v: Any, name: str) -> None:
+        """Raise unless ``v`` is a vector that S acts on; the message calls it ``name``."""
+        leaves = jax.tree.leaves(v)
+        if len({leaf.dtype for leaf in leaves}) != 1:
             raise TypeError(
-                f"a vector must have the dtype {expected}: got {V.dtype}. Nothing is cast silently."
+                f"{name} must have leaves of one dtype: got {[str(x.dtype) for x in leaves]}. "
+                "Convert them."
             )
+        self._check(sum(leaf.size for leaf in leaves), leaves[0].dtype, name)
+
+    def _check(self, entries, dtype, name):
+        if entries != self.size:
+            raise ValueError(
+                f"{name} must have as many entries as there are parameters, {self.size}: got "
+                f"{entries}. Numbers for each sample, e, must be projected first: J^H e / N, over "
+                "all ranks; `natural_gradient(J, e)` does that, too."
+            )
+        dtypes = self._vector_dtypes()
+        if dtype in dtypes:
+            return
+        remedy = f"Convert it to {next(iter(dtypes))}."
+        if jnp.issubdtype(dtype, jnp.complexfloating) and not any(
+            jnp.issubdtype(wanted, jnp.complexfloating) for wanted in dtypes
+        ):
+            remedy = f"S acts on real vectors here: take the real part of {name}."
+        raise TypeError(
+            f"{name} must have the dtype {' or '.join(map(str, dtypes))}, as nothing is cast "
+            f"silently: got {dtype}. {remedy}"
+        )
 
     def _vector_dtypes(self):
         raise NotImplementedError
@@ -274,13 +290,8 @@ class Gram(SRMatrix):
         rows: Space | None = None,
         weights: jax.Array | None = None,
     ) -> None:
-        self.J = jnp.asarray(J)
-        if self.J.ndim != 2 or str(self.J.dtype) not in gram_product.DTYPES:
-            raise TypeError(
-                f"`J` must have shape (n, P) and a dtype of {', '.join(gram_product.DTYPES)}: got "
-                f"{self.J.dtype} of shape {self.J.shape}."
-            )
-        self.rows = Sharded() if rows is None else rows
+        self.J = arguments.log_derivatives(J)
+        self.rows = arguments.space(rows, Sharded, "rows")
         self.weights = check_weights(weights, len(self.J), self.real_dtype)
         self._damp(shift, diag_scale)
 

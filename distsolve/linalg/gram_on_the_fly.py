@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from distsolve.linalg import gram_product
+from distsolve.linalg import arguments, gram_product
 from distsolve.linalg.gram import SRMatrix
 from distsolve.linalg.jacobian import (
     check_mode,
@@ -99,7 +99,7 @@ class GramOnTheFly(SRMatrix):
                 f"`params` must have a dtype of {', '.join(gram_product.DTYPES)}: got "
                 f"{self._vector_dtype}."
             )
-        self.rows = Sharded() if rows is None else rows
+        self.rows = arguments.space(rows, Sharded, "rows")
         n = count(samples)
         self.weights = check_weights(weights, n, self.real_dtype)
         self.mean = self._mean() if center else None

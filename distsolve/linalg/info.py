@@ -25,18 +25,22 @@ ADVICE = {
     Reason.CONVERGED: "Converged in {steps}: the residual is {relative:.3g} of "
     "the right-hand side's norm.",
     Reason.MAXITER: "Stopped after {steps} with a residual of {residual:.6g}, above "
-    "the threshold {threshold:.6g}: raise `maxiter`, loosen `tol`, or pass a preconditioner `M`.",
+    "the threshold {threshold:.6g}: raise `maxiter`, loosen `tol`, or pass a preconditioner `M`. "
+    "If the residual hardly fell, see that `A` is what the method asks for (cg: positive "
+    "definite), that it reduces over ranks once, and that vectors in pieces have space=Sharded().",
     Reason.FIXED_STEPS: "Took {steps}, as tol = atol = 0 asks for; the residual is "
     "{relative:.3g} of the right-hand side's norm.",
     Reason.STAGNATED: "Stagnated after {steps}: the true residual stays at "
     "{residual:.6g}, above the threshold {threshold:.6g}, because rounding prevents more, or `A` "
-    "is singular and `b` is not in its range. Loosen `tol`, use wider floats, or lower the "
-    "condition number with a preconditioner `M` or a shift; with gmres, raise `restart`.",
+    "is singular and `b` is not in its range. Loosen `tol`, use wider floats (float64 needs "
+    "jax_enable_x64), or lower the condition number with a preconditioner `M` or a shift; with "
+    "gmres, raise `restart`.",
     Reason.INDEFINITE_PRECONDITIONER: "Stopped after {steps}: <r, M r> = "
     "{breakdown:.6g}, so `M` is not positive definite. Pass a positive definite `M`, or none.",
-    Reason.INDEFINITE_OPERATOR: "Stopped after {steps}: <p, A p> = {breakdown:.6g}, "
-    "so `A` is not positive definite here. A common cause is a wrong reduction over ranks (a "
-    "missing, doubled or unscaled allreduce in `A`); otherwise add a larger shift to `A`.",
+    Reason.INDEFINITE_OPERATOR: "Stopped after {steps}: <p, A p> = {breakdown:.6g} on one rank at "
+    "least, so `A` is not positive definite here. Common causes are a wrong reduction over ranks "
+    "(a missing, doubled or unscaled allreduce in `A`), vectors in pieces without space=Sharded(), "
+    "and a singular `A`, for which minres is made; otherwise add a larger shift to `A`.",
     Reason.NONFINITE: "Stopped after {steps}: NaN or infinity on at least one rank, "
     "in `b`, `x0`, or the result of `A` or `M`. Check that each is finite on every rank. If they "
     "are, `A` is probably singular and the system has no solution: add a shift to `A`.",

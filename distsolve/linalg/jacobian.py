@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from distsolve.linalg import arguments
 from distsolve.linalg.space import Sharded, Space
 from distsolve.linalg.trees import HIGHEST, vary_like
 
@@ -118,7 +119,7 @@ def center(J: jax.Array, weights: jax.Array | None = None, rows: Space | None = 
     >>> center(jnp.array([[1.0, 2.0], [3.0, 6.0]])).tolist()  # the same rows on each rank
     [[-1.0, -2.0], [1.0, 2.0]]
     """
-    rows = Sharded() if rows is None else rows
+    J, rows = arguments.one_array(J), arguments.space(rows, Sharded, "rows")
     real = jnp.finfo(J.dtype).dtype
     weights = check_weights(weights, J.shape[0], real)
     if weights is None:
@@ -236,11 +237,19 @@ def check_mode(log_psi, params, samples, mode):
         )
     count(samples)
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), samples)
-    out = jax.eval_shape(log_psi, params, one)
+    try:
+        out = jax.eval_shape(log_psi, params, one)
+    except Exception as error:
+        # The user's own error stays what it is; Python prints the note below it.
+        error.add_note(
+            f"`log_psi(params, x)` failed for one sample `x`: {_forms(one)}. `samples` have the "
+            "axis of samples first; for a single sample pass x[None]."
+        )
+        raise
     if getattr(out, "shape", None) != ():
         raise ValueError(
-            f"`log_psi(params, x)` must return a scalar for one sample `x`: got {out}. It is given "
-            "one row of `samples`, without the axis of samples."
+            f"`log_psi(params, x)` must return a scalar for one sample `x`: got {_forms(out)} for "
+            f"`x`: {_forms(one)}. It is given one row of `samples`, without the axis of samples."
         )
     complex_params, complex_out = (
         jnp.issubdtype(dtype, jnp.complexfloating) for dtype in (dtypes[0], out.dtype)
@@ -252,9 +261,18 @@ def check_mode(log_psi, params, samples, mode):
             raise TypeError(f"mode {mode!r} does not fit {model}: use mode={fitting!r}.")
         return fitting
     if mode != "holomorphic" or not complex_out:
+        fault = "`mode` is needed for" if mode is None else f"mode {mode!r} does not fit"
         raise TypeError(
-            f"mode {mode!r} does not fit {model}: use mode='holomorphic' if `log_psi` is a complex "
+            f"{fault} {model}: use mode='holomorphic' if `log_psi` is a complex "
             "and complex-differentiable function of `params`; otherwise give real and imaginary "
             "parts as real parameters, and use mode='complex' or 'real'."
         )
     return mode
+
+
+def _forms(tree):
+    """Return what the arrays of a pytree are, as text."""
+    if hasattr(tree, "dtype"):
+        return f"{tree.dtype} of shape {tree.shape}"
+    leaves = [f"{x.dtype} of shape {x.shape}" for x in jax.tree.leaves(tree)]
+    return f"a {type(tree).__name__} of {', '.join(leaves) or 'no arrays'}"

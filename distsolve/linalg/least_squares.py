@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from distsolve.linalg import arguments, derivative, driver, operators, trees
 from distsolve.linalg.info import Reason
-from distsolve.linalg.krylov import cg_classic
+from distsolve.linalg.krylov import minres
 from distsolve.linalg.loop import Counting, Limits, Stop, Watch, report
 
 
@@ -218,9 +218,8 @@ def _solve(programs, started, A_consts, adjoint_consts, b, x0, damp, stop):
 
         def solve(rhs):
             options = {"tol": tol, "atol": 0.0, "maxiter": None, "M": None}
-            return driver.drive(cg_classic.METHOD, N, rhs, None, space=programs.columns, **options)[
-                0
-            ]
+            # N may be singular, and rhs not in its range: minres leaves out what cannot be met.
+            return driver.drive(minres.METHOD, N, rhs, None, space=programs.columns, **options)[0]
 
         t_x = derivative.linear_solve(N, solve, solve, rhs, symmetric=True)
         return (x, info), (t_x, jax.tree.map(derivative.no_tangent, info))

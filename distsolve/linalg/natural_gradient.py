@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
-from distsolve.linalg import cholesky, dual, trees
+from distsolve.linalg import arguments, cholesky, dual, trees
 from distsolve.linalg.damping import Damping
 from distsolve.linalg.gram import Gram
 from distsolve.linalg.jacobian import MODES, check_weights, safe
 from distsolve.linalg.krylov.cg import cg
 from distsolve.linalg.plan import choose, is_tracing
 from distsolve.linalg.space import Sharded, Space
-from distsolve.linalg.trees import DTYPES, HIGHEST
+from distsolve.linalg.trees import HIGHEST
 from distsolve.linalg.update import UpdateInfo
 
 METHODS = ("auto", "cg", "dense", "kernel")
@@ -131,7 +131,7 @@ def natural_gradient(
     >>> [round(float(x), 6) for x in update], info.method
     ([0.166667, 0.333333], 'kernel')
     """
-    rows = Sharded() if rows is None else rows
+    rows = arguments.space(rows, Sharded, "rows")
     J, residuals, dtype = _check_rows(J, residuals, mode)
     P, real = J.shape[1], jnp.finfo(J.dtype).dtype
     weights = check_weights(weights, len(J), real)
@@ -228,14 +228,14 @@ def _add(x, kept):
 
 
 def _check_rows(J, residuals, mode):
-    J, residuals = jnp.asarray(J), jnp.asarray(residuals)
-    if J.ndim != 2 or str(J.dtype) not in DTYPES:
-        raise TypeError(
-            f"`J` must have shape (n, P) and a dtype of {', '.join(DTYPES)}: got {J.dtype} of "
-            f"shape {J.shape}. Make it with `jacobian`."
-        )
+    J, residuals = arguments.log_derivatives(J), jnp.asarray(residuals)
     real = jnp.finfo(J.dtype).dtype
     if residuals.shape != J.shape[:1]:
+        if residuals.shape == J.shape[1:]:
+            raise ValueError(
+                f"`J` looks transposed: its shape is {J.shape}, and `residuals` are "
+                f"{len(residuals)}. Rows are samples, columns parameters: pass J.T."
+            )
         raise ValueError(
             f"`residuals` must be one number for each row of `J`: expected shape {J.shape[:1]}, "
             f"got {residuals.shape}. Pass this rank's own."

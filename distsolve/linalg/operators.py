@@ -31,8 +31,11 @@ def as_function(A, name, b, space, args=()):
     if is_sparse(A):
         raise TypeError(
             f"`{name}` is a SciPy matrix, which JAX cannot multiply with: got {type(A).__name__}. "
-            "Make a `distsolve.linalg.DistributedCSR` of it."
+            "Make a `distsolve.DistributedCSR` of it."
         )
+    check = getattr(A, "check_vector", None)  # of an operator that knows its vectors
+    if check is not None:
+        check(b, "`b`" if name in ("A", "M") else "a vector")
     if callable(A):
         return (lambda p: A(p, *args)) if args else A
     if args:
@@ -56,10 +59,15 @@ def _matrix(A, name, b, space):
     if A.ndim != 2 or A.shape[0] != n or (A.shape[1] != n if whole else A.shape[1] < n):
         shape = "(n, n)" if whole else "(n, entries of `b` on all ranks)"
         found = f"one array of shape {b.shape}" if isinstance(b, jax.Array) else "a pytree"
+        remedy = "Pass a function of one vector, or a matrix that fits."
+        if not whole and n is not None and A.ndim == 2 and A.shape[0] == A.shape[1] > n:
+            remedy = (
+                "It looks like the whole matrix: pass only this rank's rows of it, or for a sparse "
+                "one `distsolve.DistributedCSR.from_whole(matrix)`."
+            )
         raise ValueError(
             f"`{name}`: expected a function, or for one array `b` of shape (n,) a matrix of shape "
-            f"{shape}: got an array of shape {A.shape}, and `b` is {found}. Pass a function of one "
-            "vector, or a matrix that fits."
+            f"{shape}: got an array of shape {A.shape}, and `b` is {found}. {remedy}"
         )
     if A.dtype != b.dtype:
         raise TypeError(

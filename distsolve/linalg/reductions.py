@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from distsolve.linalg import moments, trees
+from distsolve.linalg import arguments, moments, trees
 from distsolve.linalg.arguments import as_vector, require_same, where
 from distsolve.linalg.space import Replicated, Sharded, Space
 
@@ -52,7 +52,7 @@ def vdot(x: Any, y: Any, space: Space | None = None) -> jax.Array:
     """
     x, y = as_vector(x, "x"), as_vector(y, "y")
     require_same(y, x, "`y`", "Pass two vectors of the same space.", like="`x`")
-    return (space or Replicated()).sum(trees.inner(x, y))
+    return arguments.space(space, Replicated).sum(trees.inner(x, y))
 
 
 def norm(x: Any, space: Space | None = None) -> jax.Array:
@@ -90,7 +90,7 @@ def norm(x: Any, space: Space | None = None) -> jax.Array:
     >>> float(norm({"a": jnp.array([3e200]), "b": jnp.array([4e200])}) / 1e200)
     5.0
     """
-    return (space or Replicated()).norm(as_vector(x, "x"))
+    return arguments.space(space, Replicated).norm(as_vector(x, "x"))
 
 
 def mean(x: Any, space: Space | None = None) -> Any:
@@ -133,7 +133,7 @@ def mean(x: Any, space: Space | None = None) -> Any:
     dtype, parts = _parts(x)
     sums = [jnp.sum(part, 0) for part in parts]
     counts = jnp.asarray(np.array([len(part) for part in parts]), dtype)
-    sums, counts = (space or Sharded()).sum((sums, counts))
+    sums, counts = arguments.space(space, Sharded).sum((sums, counts))
     return _like(x, [total / count for total, count in zip(sums, counts, strict=True)])
 
 
@@ -182,7 +182,7 @@ def weighted_mean(x: Any, weights: ArrayLike, space: Space | None = None) -> Any
             )
     _, (*parts, weights) = _parts((x, weights))
     sums = [jnp.tensordot(weights, part, axes=1, precision=trees.HIGHEST) for part in parts]
-    sums, total = (space or Sharded()).sum((sums, jnp.sum(weights)))
+    sums, total = arguments.space(space, Sharded).sum((sums, jnp.sum(weights)))
     return _like(x, [part / total for part in sums])
 
 
@@ -233,7 +233,7 @@ def var(x: Any, ddof: ArrayLike = 0, space: Space | None = None) -> Any:
     x, ddof = _samples(x, "x"), _ddof(ddof)
     _, parts = _parts(x)
     sums = moments.centred_sums(
-        [(part,) for part in parts], moments.sum_of_products, space or Sharded()
+        [(part,) for part in parts], moments.sum_of_products, arguments.space(space, Sharded)
     )
     # Nothing negative: a rounding error is all that is left of equal samples.
     variances = iter([_divide(jnp.maximum(total, 0), count, ddof) for count, total in sums])
@@ -305,7 +305,7 @@ def covariance(
     ddof, wide = _ddof(ddof), trees.inner_dtype(arrays)
     pair = [array.astype(wide) for array in arrays]
     ((count, total),) = moments.centred_sums(
-        [pair], moments.sum_of_outer_products, space or Sharded()
+        [pair], moments.sum_of_outer_products, arguments.space(space, Sharded)
     )
     return _divide(total, count.real, ddof)
 

@@ -65,8 +65,9 @@ def check_replicated(tree: Any, space: Replicated | None = None) -> None:
     ]
     if found:
         raise ValueError(
-            f"{'; '.join(found)}. Replicated values must be equal bit for bit: make them from the "
-            "same seed, or send rank 0's to all with `mpi.bcast`."
+            f"check_replicated: {'; '.join(found)}. Replicated values must be equal bit for bit: "
+            "make them from the same seed, or send rank 0's to all with `mpi.bcast`. Where they "
+            "were computed from data of each rank, an allreduce may be missing."
         )
 
 
@@ -88,7 +89,8 @@ def _check_forms(tree: Any, leaves: list, ranks: Sharded) -> None:
         if pair is not None:
             found.append(f"{pair[0]} on rank 0, and {pair[1]} on rank {rank}")
     raise ValueError(
-        f"`tree` differs between ranks: {'; '.join(found)}. Build it the same way on all ranks."
+        f"check_replicated: `tree` differs between ranks: {'; '.join(found)}. Build it the same "
+        "way on all ranks."
     )
 
 

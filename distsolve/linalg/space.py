@@ -251,8 +251,11 @@ class Replicated(_OnRanks):
         norms = jnp.stack([self.norm(x) for x in vectors])
         here = self.rank_zero() if here is None else here
         decided = jnp.where(here, inputs, jnp.full_like(inputs, -jnp.inf))
-        agreed = self.agree(jnp.concatenate([norms, decided]))
-        return agreed[: len(norms)], agreed[len(norms) :], self.size(vectors[0])
+        # Copies have one size; pieces that were taken for copies must not count different steps.
+        digits = trees.size_digits(vectors[0], inputs.dtype)
+        agreed = self.agree(jnp.concatenate([norms, decided, digits]))
+        norms, inputs, digits = jnp.split(agreed, [len(norms), len(norms) + len(inputs)])
+        return norms, inputs, trees.size_of_digits(digits)
 
     def messages(self, method: str) -> int:
         """Return how many messages a call of the method with this name takes."""

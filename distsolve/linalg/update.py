@@ -51,7 +51,8 @@ class UpdateInfo:
         if not np.all(self.finite):
             return (
                 f"{self.method}: the update is not finite. Check that `J` and `residuals` are "
-                "finite on every rank; if they are, pass a larger `shift`."
+                "finite on every rank; if they are, pass a larger `shift`, of which no entry is "
+                "negative, and for the method 'kernel' none is zero."
             )
         largest, raised = float(np.max(self.shift, initial=0)), float(np.max(self.raised))
         if raised:

@@ -26,7 +26,7 @@ class Line:
     def update(self, name, iteration, residual, threshold):
         """Show where the solve is, and return the iteration to hear of next."""
         if self.bar is None or iteration < self.told:
-            self.open(name)
+            self.open(name, iteration)
         now, steps = time.perf_counter(), iteration - self.told
         rate = steps / max(now - self.clock, 1e-9)
         self.bar.set_postfix_str(
@@ -36,13 +36,13 @@ class Line:
         self.told, self.clock = iteration, now
         return iteration + max(1, int(min(rate * INTERVAL, 2 * steps)))
 
-    def open(self, name):
-        """Begin a new line."""
+    def open(self, name, iteration):
+        """Begin a new line; rates count from here, as the time before is not known."""
         from tqdm import tqdm
 
         self.close()
-        self.bar = tqdm(desc=name, unit=" iterations", leave=True, mininterval=0, miniters=1)
-        self.told, self.clock = 0, time.perf_counter()
+        self.bar = tqdm(desc=name, unit=" iterations", initial=iteration, mininterval=0, miniters=1)
+        self.told, self.clock = iteration, time.perf_counter()
 
     def close(self):
         """Leave the line as it is."""

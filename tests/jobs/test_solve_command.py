@@ -1,6 +1,7 @@
 """`python -m distsolve solve`: real matrices, and files that cannot be solved."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pyamg
@@ -49,6 +50,7 @@ def test_poisson_with_everything(solve, tmp_path):
     assert field(said, "result").startswith("Converged in ")
     assert float(re.search(r"[\d.]+", field(said, "condition"))[0]) > 10
     assert "residual" in done.stderr  # the live line
+    assert "\r" not in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -66,6 +68,7 @@ def test_not_converged(solve, tmp_path):
     assert done.returncode == 1
     assert "Stopped after 3 iterations" in field(done.stdout, "result")
     assert "--maxiter" in field(done.stdout, "advice")
+    assert done.stdout.count("maxiter") == 1
 
 
 HEAD = "%%MatrixMarket matrix coordinate real general\n"
@@ -122,6 +125,27 @@ def test_right_hand_side_that_does_not_fit(tmp_path):
         with pytest.raises(InputError, match=sentence) as caught:
             read_system(tmp_path / "A.mtx", tmp_path / "b.mtx", dtype, hermitian=True)
         assert str(caught.value).startswith(f"{tmp_path / 'b.mtx'}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("none/x.png", "the folder none does not exist"),
+        (".", "is a folder"),
+        ("x.foo", "its ending .foo is no picture .*Use one of .*.pdf, .*.png"),
+    ],
+)
+def test_plot_that_cannot_be_written(name, sentence):
+    from argparse import Namespace
+
+    from distsolve.commands.solve import _check_targets
+    from distsolve.commands.together import InputError
+
+    with pytest.raises(InputError, match=sentence) as caught:
+        _check_targets(Namespace(output=None, plot=Path(name)))
+    assert str(caught.value).startswith(f"--plot {name}: ")
+    for written in ("x.png", "x.PDF", "x"):
+        _check_targets(Namespace(output=None, plot=Path(written)))
 
 
 def test_pattern_and_symmetric_files(tmp_path):

@@ -43,6 +43,34 @@ def test_two_steps_are_not_enough():
         info.raise_if_failed()
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("method", ["classic", "single_reduction", "pipelined"])
+def test_a_system_without_a_solution_gives_no_worse_than_the_start(method):
+    n = 20
+    neumann = 2 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1)
+    neumann[0, 0] = neumann[-1, -1] = 1
+    for A, b in ((np.diag([1.0, 2, 0]), np.ones(3)), (neumann, np.arange(1.0, n + 1))):
+        x, info = cg(jnp.asarray(A), jnp.asarray(b), method=method)
+        agree(not info.converged, info.message)
+        residual = np.linalg.norm(b - A @ np.asarray(x))
+        agree(residual <= 10 * np.linalg.norm(b), f"{residual} {x}")
+        assert_allclose(info.residual_norm, residual, rtol=1e-8)
+
+
+@pytest.mark.once
+def test_a_derivative_that_has_no_solution_is_nan():
+    diagonal = jnp.array([1.0, 2, 0])
+    gradient = jax.grad(lambda b: cg(lambda p: diagonal * p, b)[0].sum())(jnp.array([1.0, 1, 0]))
+    agree(bool(jnp.isnan(gradient).all()), f"{gradient}")
+
+
+def test_pieces_taken_for_copies_do_not_part_the_ranks():
+    mine = 6 + ranks().rank  # the space is forgotten
+    _, info = cg(lambda p: p + 3 * jnp.roll(p, 1), jnp.cos(jnp.arange(mine)))
+    same_everywhere(info.reason)
+    same_everywhere(info.iterations)
+
+
 @pytest.mark.parametrize("k", [0, 1, 2, 8])
 def test_fixed_steps(k):
     x, info = cg(jnp.diag(jnp.arange(1.0, 4)), jnp.ones(3), tol=0, atol=0, maxiter=k)

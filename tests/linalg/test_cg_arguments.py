@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
 from spmd import agree
 
 from distsolve import mpi
-from distsolve.linalg import cg
+from distsolve.linalg import Sharded, cg
 
 ONES = jnp.ones(3)
 TREE = {"w": jnp.ones((2, 2)), "z": jnp.ones(2, jnp.complex128)}
@@ -52,6 +53,30 @@ FAULTS = {
         {},
         TypeError,
         ["`A(b)` at ['z']", "complex128", "float64"],
+    ),
+    "A that makes complex": (
+        (lambda p: p.astype(complex), ONES),
+        {},
+        TypeError,
+        ["`A(b)`", "complex128", "Make `b` complex, or take the real part of `A(b)`"],
+    ),
+    "whole matrix for pieces": (
+        (jnp.eye(4), ONES),
+        {"space": Sharded()},
+        ValueError,
+        ["`A`", "(4, 4)", "this rank's rows", "distsolve.DistributedCSR.from_whole"],
+    ),
+    "whole preconditioner for pieces": (
+        (identity, ONES),
+        {"space": Sharded(), "M": jnp.eye(4)},
+        ValueError,
+        ["`M`", "(4, 4)", "this rank's rows", "distsolve.DistributedCSR.from_whole"],
+    ),
+    "SciPy matrix": (
+        (scipy.sparse.eye_array(3), ONES),
+        {},
+        TypeError,
+        ["`A`", "`distsolve.DistributedCSR`"],
     ),
     "A that widens": (
         (lambda p: p.astype(jnp.float64), ONES.astype(jnp.float32)),

@@ -9,7 +9,7 @@ import pytest
 from linalg.solves import messages
 from spmd import agree, assert_allclose, ranks
 
-from distsolve import Gram, GramOnTheFly, center, jacobian
+from distsolve import Gram, GramOnTheFly, Sharded, center, cg, jacobian
 
 COUNTS = [7, 0, 4]
 SHIFT, DIAG_SCALE = 0.1, 0.2
@@ -172,11 +172,20 @@ def test_wrong_arguments():
         Gram(J.astype(jnp.int32))
     with pytest.raises(ValueError, match=r"`shift` must be real, of shape \(\) or \(3,\)"):
         Gram(J, jnp.ones(2))
+    for pytree in ({"w": J}, {"w": J, "b": J[:, 0]}, [J[:, 0], J[:, 1]], {}):
+        with pytest.raises(TypeError, match=r"`J` must be one array.*distsolve\.jacobian\("):
+            Gram(pytree)
+    with pytest.raises(TypeError, match=r"`rows`.*Did you mean Sharded\(\)\?"):
+        Gram(J, rows=Sharded)
     with pytest.raises(ValueError, match=r"`weights`.*got float32 of shape \(4,\)"):
         Gram(J, weights=jnp.ones(4, jnp.float32))
-    with pytest.raises(TypeError, match="dtype float64: got float32"):
+    with pytest.raises(TypeError, match=r"dtype float64, .* got float32\. Convert it to float64"):
         Gram(J) @ jnp.ones(3, jnp.float32)
     with pytest.raises(ValueError, match="as many entries as there are parameters, 3: got 4"):
         Gram(J) @ jnp.ones(4)
+    with pytest.raises(ValueError, match=r"`b` must have as many .* 3: got 4\..*J\^H e / N"):
+        cg(Gram(J), jnp.ones(4))
+    with pytest.raises(TypeError, match=r"`b`.*float64.*got complex128\..* the real part of `b`"):
+        cg(Gram(J), jnp.ones(3, complex))
     with pytest.raises(TypeError, match="leaves of one dtype"):
         Gram(J) @ [jnp.ones(2), jnp.ones(1, jnp.float32)]

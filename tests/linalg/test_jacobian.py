@@ -77,7 +77,12 @@ def test_samples_may_be_trees_and_single_precision():
         (complex_model, float, "real", r"'real'.*float64.*complex128.*use mode='complex'"),
         (real_model, float, "holomorphic", r"'holomorphic'.*use mode='real'"),
         (holomorphic_model, complex, "complex", r"complex128.*use mode='holomorphic' if"),
-        (holomorphic_model, complex, None, r"use mode='holomorphic' if"),
+        (
+            holomorphic_model,
+            complex,
+            None,
+            r"^`mode` is needed for .*complex128.*: use mode='holomorphic' if",
+        ),
         (lambda p, x: p["a"][0].real, complex, "holomorphic", r"real and imaginary parts as real"),
     ],
 )
@@ -92,7 +97,9 @@ def test_wrong_arguments():
         jacobian(real_model, params(), samples(3), mode="fast")
     with pytest.raises(ValueError, match="`chunk_size` must be a positive integer or None: got 0"):
         jacobian(real_model, params(), samples(3), chunk_size=0)
-    with pytest.raises(ValueError, match="must return a scalar for one sample"):
+    with pytest.raises(IndexError, match=r"`log_psi\(params, x\)` failed .*shape \(\).*x\[None\]"):
+        jacobian(lambda p, x: p["a"][0] * x.shape[0], params(), jnp.ones(3))
+    with pytest.raises(ValueError, match=r"a scalar for one sample `x`: got float64 of shape \("):
         jacobian(lambda p, x: p["a"] * x, params(), samples(3))
     mixed = {"a": jnp.ones(2), "b": jnp.ones(1, complex)}
     with pytest.raises(TypeError, match=r"one dtype: got complex128, float64"):
@@ -101,6 +108,8 @@ def test_wrong_arguments():
         jacobian(real_model, params(), {"x": samples(3), "y": samples(2)})
     with pytest.raises(ValueError, match=r"`weights`.*float64 of shape \(3,\)"):
         center(jnp.ones((3, 2)), jnp.ones(2))
+    with pytest.raises(TypeError, match=r"`J` must be one array.*got a dict of 1"):
+        center({"a": jnp.ones((3, 2))})
 
 
 def spread(array):

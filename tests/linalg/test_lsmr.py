@@ -129,6 +129,16 @@ def test_derivatives(damp):
         assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("shape", [(3, 5, 3), (6, 4, 2)])
+def test_gradient_in_b_at_any_rank(shape):
+    rows, columns, rank = shape
+    random = np.random.default_rng(0)
+    A = random.normal(size=(rows, rank)) @ random.normal(size=(rank, columns))
+    found = jax.grad(lambda b: lsmr(jnp.asarray(A), b, tol=1e-12)[0].sum())(jnp.ones(rows))
+    assert_allclose(found, np.linalg.pinv(A).sum(0), rtol=1e-8, atol=1e-10)
+
+
 def test_arguments_are_checked():
     A, b = tall()
     for arguments, options, error, text in [

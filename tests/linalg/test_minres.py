@@ -17,6 +17,16 @@ def indefinite(dtype=np.float64, n=16):
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("size", [1e-13, 1e13])
+def test_scale_of_a_preconditioned_operator_does_not_matter(size):
+    diagonal = np.float32(size) * np.array([1, 10, -3], np.float32)
+    M = np.float32(1e6 if size > 1 else 1e-6)
+    b = np.ones(3, np.float32)
+    x, info = minres(lambda p: diagonal * p, b, M=lambda p: M * p, tol=1e-5)
+    check((np.asarray(x) * diagonal, info), np.ones(3), "converged", 3, rtol=1e-4)
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("preconditioned", [False, True])
 def test_trajectory_is_that_of_scipy(preconditioned):
     system = indefinite()

@@ -119,19 +119,40 @@ def test_single_precision(method):
 def test_shift_is_raised_where_the_matrix_is_not_definite(method):
     c = case("real")
     J, r = c.here(c.J), c.here(c.r)
-    x, info = natural_gradient(J, r, shift=-0.5, method=method, counts=c.counts)
-    shift = float(info.shift)
-    agree(shift > 0 and np.isclose(shift - float(info.raised), -0.5), f"{info}")
-    agree("was raised from -0.5" in info.message, info.message)
-    agree(bool(info.converged))
-    want = np.linalg.solve(c.matrix() + shift * np.eye(P), c.force(c.r))
-    assert_allclose(x, want, rtol=1e-11, atol=1e-12)
     # Centred rows of two parameters alike: both matrices are singular without a shift.
     x, info = natural_gradient(J[:, [0, 0]], r, shift=0.0, method=method, counts=c.counts)
     agree(float(info.raised) > 0 and bool(info.converged), info.message)
     # All that tells the two apart is the shift, and rounding is this much of it.
     rounding = np.finfo(float).eps * c.matrix()[0, 0] / float(info.raised)
     assert_allclose(x[0], x[1], rtol=10 * rounding)
+    agree("was raised from 0 to" in info.message, info.message)
+    shift, force = float(info.shift), c.force(c.r)[[0, 0]]
+    want = np.linalg.solve(c.matrix()[0, 0] + shift * np.eye(2), force)
+    assert_allclose(x, want, rtol=1e4 * rounding)
+
+
+@pytest.mark.parametrize("method", DIRECT)
+def test_a_negative_shift_is_refused(method):
+    c = case("real")
+    solve = functools.partial(
+        natural_gradient, c.here(c.J), c.here(c.r), method=method, counts=c.counts
+    )
+    with pytest.raises(ValueError, match=r"`shift` must not be negative.*got -0\.5"):
+        solve(shift=-0.5)
+    _, info = jax.jit(lambda shift: solve(shift=shift))(-5.0)  # nothing is known while tracing
+    agree(not info.converged, info.message)
+
+
+@pytest.mark.parametrize("method", ["cg", *DIRECT])
+def test_a_parameter_that_nothing_depends_on_stays_where_it_is(method):
+    c = case("real")
+    J = c.here(c.J).at[:, 0].set(0)
+    damping = np.diag(c.matrix()) * 0.01
+    x, info = natural_gradient(J, c.here(c.r), shift=0.0, diag_scale=0.01, method=method, tol=1e-12)
+    rest = slice(1, None)
+    matrix = c.matrix()[rest, rest] + np.diag(damping[rest])
+    assert_allclose(x[rest], np.linalg.solve(matrix, c.force(c.r)[rest]), rtol=1e-8, atol=1e-10)
+    agree(float(x[0]) == 0 and not np.any(info.raised), f"{info}")
 
 
 def test_nothing_finite_is_said():
@@ -191,6 +212,10 @@ def test_errors_name_the_argument_and_the_remedy():
     J, r = c.here(c.J), c.here(c.r)
     error(ValueError, "`method` must be one of 'auto', 'cg'", method="minsr")
     error(TypeError, "`J` must have shape", J=J[0] if len(J) else jnp.zeros(P))
+    error(TypeError, "`J` must be one array .*got a dict of 1.*distsolve.jacobian", J={"w": J})
+    if len(J) != P:
+        error(ValueError, "`J` looks transposed.*pass J.T", J=J.T)
+    error(TypeError, r"`rows`.*Did you mean Sharded\(\)", rows=Sharded)
     error(ValueError, "`residuals` must be one number for each row", residuals=jnp.zeros(99))
     error(TypeError, "`residuals` must have the dtype float64", residuals=r.astype(jnp.float32))
     error(ValueError, "`mode` must be 'real' or None", mode="complex")

@@ -1,6 +1,7 @@
 """What a solve shows while it runs: history, callback, live line, condition, messages."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from linalg.solves import counted, layout
 from spmd import agree, assert_allclose, ranks
 
-from distsolve.linalg import cg, gmres, minres
+from distsolve.linalg import Sharded, cg, gmres, minres, watch
 
 DIAGONAL = np.linspace(1.0, 50.0, 30)
 SOLVERS = [cg, minres, gmres]
@@ -59,6 +60,16 @@ def test_line_is_shown_on_rank_0_alone(home, capfd):
     text = capfd.readouterr().err
     agree(text.count("to reach") >= 3 if ranks().rank == 0 else not text, text)
     agree("iterations/s" in text and "residual" in text if ranks().rank == 0 else True, text)
+
+
+@pytest.mark.once
+def test_line_tells_no_rate_after_one_report(capsys):
+    line = watch.Line()
+    agree(line.update("cg", 1, 1.0, 0.1) == 2)
+    line.close()
+    text = capsys.readouterr().err
+    agree("? iterations/s" in text and "1 iterations" in text, text)
+    agree(not re.search(r"\d iterations/s", text), text)
 
 
 def test_messages_are_counted(home):
@@ -132,6 +143,7 @@ def test_matrix_of_rows_and_stack_of_columns():
         ({"history": True}, ValueError, "`history` must be the number of residual norms"),
         ({"callback": 3}, TypeError, "`callback` must be a function"),
         ({"space": "sharded"}, TypeError, "`space` must be"),
+        ({"space": Sharded}, TypeError, r"Did you mean Sharded\(\)\?"),
         ({"args": 3.0}, TypeError, "`args` must be a tuple"),
     ],
 )

@@ -262,7 +262,8 @@ def lsmr(
     Notes
     -----
     Derivatives with respect to ``b``, ``args``, ``damp`` and all that ``A`` closes over cost one
-    solve of the normal equations by conjugate gradients each, forward and reverse.
+    solve of the normal equations by `minres` each, forward and reverse. Those with respect to
+    ``A`` are right where it has full column rank, or damping.
 
     Communication
     -------------

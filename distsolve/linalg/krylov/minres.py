@@ -98,7 +98,7 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     Ax = trees.scale(s.largest / s.unit, s.x)
     alpha, xx = space.dot((s.z, y), (Ax, Ax))
     y = trees.axpy(-alpha, s.v, y)
-    My, beta, yMy, products = _extend(M, space, s, y)
+    y, My, beta, size, yMy, products = _extend(M, space, s, y, alpha)
 
     # The last rotation acts on the new column (beta_old, alpha, beta), then a new one removes beta.
     cosine, sine = s.rotation
@@ -117,10 +117,10 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     inverse = trees.safe_ratio(jnp.ones_like(gamma), gamma)
     cosine_new, sine_new = gamma_bar * inverse, beta * inverse
     phi = sine_new * s.phi
-    rr = jnp.where(useful, _residual(products, beta, cosine_new, sine_new, phi), s.rr)
+    rr = jnp.where(useful, _residual(products, beta / size, cosine_new, sine_new, phi), s.rr)
 
     finite = jnp.isfinite(alpha) & jnp.isfinite(beta) & jnp.isfinite(rr) & jnp.isfinite(gamma)
-    indefinite = yMy < -least * least
+    indefinite = yMy < -jnp.square(least / size)
     event = judge(finite, indefinite, rr, unreachable, aim)
 
     # Agree before x moves: a step that fails or is of no use on one rank must move nothing on any.
@@ -133,7 +133,7 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     w = trees.axpy(-jnp.where(good, delta * inverse, 0), s.w, w)
     x = trees.axpy(jnp.where(good & useful, s.unit * cosine_new * s.phi, 0), w, s.x)
     x = trees.select(useful, x, kept)
-    shrink = trees.safe_ratio(jnp.ones_like(beta), beta)
+    shrink = trees.safe_ratio(size, beta)
     r = s.r
     if M is not None:
         r = trees.axpy(-phi * cosine_new * shrink, y, trees.scale(sine_new * sine_new, r))
@@ -157,24 +157,27 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
         unit=s.unit,
         rr=rr,
         event=event,
-        breakdown=yMy * s.unit,
+        breakdown=yMy * size * size * s.unit,
         ritz=ritz.widen(s.ritz, jnp.where(good & useful, gamma, 0)),
     )
 
 
 def _extend(
-    M: Any, space: Space, s: State, y: Any
-) -> tuple[Any, jax.Array, jax.Array, tuple[jax.Array, ...] | None]:
-    """Return ``M y``, its norm over M, ``<y, M y>``, and products with the residual.
+    M: Any, space: Space, s: State, y: Any, alpha: jax.Array
+) -> tuple[Any, Any, jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...] | None]:
+    """Return ``y`` and ``M y`` divided by a size, the norm of ``y`` over M, and that size.
 
-    One message: without a preconditioner a norm that is safe at any scale of ``A``.
+    Also ``<y, M y>`` and products with the residual, all of the divided ``y``. One message. Without
+    a preconditioner the norm is safe at any scale of ``A``; with one, the size makes it so.
     """
     if M is None:
         beta = space.norm(y)
-        return y, beta, jnp.zeros_like(beta), None
+        return y, y, beta, jnp.ones_like(beta), jnp.zeros_like(beta), None
+    size = trees.power_of_two(jnp.maximum(s.largest, jnp.hypot(s.beta, alpha)), y)
+    y = trees.scale(1 / size, y)
     My = trees.scale(1 / s.unit, M(y))
     yMy, yy, ry, rr = space.dot((y, My), (y, y), (s.r, y), (s.r, s.r))
-    return My, jnp.sqrt(jnp.maximum(yMy, 0)), yMy, (yy, ry, rr)
+    return y, My, size * jnp.sqrt(jnp.maximum(yMy, 0)), size, yMy, (yy, ry, rr)
 
 
 def _residual(

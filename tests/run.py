@@ -28,7 +28,7 @@ from spmd import is_jobs
 LOGS = ROOT / "build/tests"
 # The first cell of all, and the jobs, compile as XLA does for users; the other cells, most of whose
 # time would go into compiling the same solvers for other ranks, with its simpler code generator.
-QUICK = " --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+QUICK = " --xla_cpu_use_fusion_emitters=false"
 SOLVERS = "tests/linalg"
 CELL_SECONDS = 1500.0
 PYTEST = ["-m", "pytest", "-q", "--color=no", "--durations=5"]

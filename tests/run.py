@@ -26,8 +26,9 @@ from launch import ROOT, Finished, cores, job_environment, mpiexec, run_command
 from spmd import is_jobs
 
 LOGS = ROOT / "build/tests"
-# The first cell of all, and the jobs, compile as XLA does for users; the other cells, most of whose
-# time would go into compiling the same solvers for other ranks, with its simpler code generator.
+# The first cell of an environment, and the jobs, compile as XLA does for users; the other cells of
+# the first environment, most of whose time would go into compiling the same solvers for other
+# ranks, with XLA's simpler code generator. Newer ones (jaxlib 0.12) have no such choice.
 QUICK = " --xla_cpu_use_fusion_emitters=false"
 SOLVERS = "tests/linalg"
 CELL_SECONDS = 1500.0
@@ -161,14 +162,14 @@ def cells(options: argparse.Namespace) -> list[Cell]:
         libraries = [first_mpi] if found else [first_mpi, *others]
         pairs = [(mpi, number) for mpi in libraries for number in numbers]
         first = next((pair for pair in pairs if pair[1]), None)
-        quick = bool(found)
+        has_quick = not found
         for mpi, number in pairs:
             repeated = bool(number) and (mpi, number) != first
             parts = ["" if mpi == first_mpi or number in (0, 2) else "primitives"]
             if number == 1 and mpi == first_mpi:
                 parts = ["primitives", "solvers"]  # side by side
             found += [
-                Cell(end, python, mpi, number, part, repeated, bool(number) and (quick or repeated))
+                Cell(end, python, mpi, number, part, repeated, has_quick and repeated)
                 for part in parts
             ]
     return found

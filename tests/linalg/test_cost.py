@@ -31,7 +31,7 @@ COPY = re.compile(rf"\[{VECTOR}\]\S* copy\(")
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("method", [*cgs.METHODS, "gram"])
+@pytest.mark.parametrize("method", ["classic", "single_reduction", "gram"])
 def test_a_step_copies_no_vector(method):
     """Each copy would cost as much as an update of x."""
     b, J = jnp.ones(VECTOR), jnp.ones((3, VECTOR))

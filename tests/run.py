@@ -4,9 +4,9 @@ An environment is a folder that holds `bin/python`, named for the end of the sup
 it stands for. Each cell runs `tests` on its ranks, then `tests/jobs` once per MPI, in plain pytest.
 What a cell printed is kept under `build/tests`, and shown in full if it failed.
 
-Tests marked `once` run in the first cell of an environment only. Those of the solvers, which reach
-MPI through the primitives alone, run on all ranks under the first MPI, and on two under the others.
-The others are tested in the first environment only: what tells them apart is below JAX.
+Tests marked `once` have cells of their own, on one rank of the first MPI. Those of the solvers,
+which reach MPI through the primitives alone, run on all ranks under the first MPI, and on two under
+the others. The others are tested in the first environment only: what tells them apart is below JAX.
 
     python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
 """
@@ -26,10 +26,14 @@ from launch import ROOT, Finished, cores, job_environment, mpiexec, run_command
 from spmd import is_jobs
 
 LOGS = ROOT / "build/tests"
-# The first cell of an environment, and the jobs, compile as XLA does for users; the other cells of
-# the first environment, most of whose time would go into compiling the same solvers for other
-# ranks, with XLA's simpler code generator. Newer ones (jaxlib 0.12) have no such choice.
-QUICK = " --xla_cpu_use_fusion_emitters=false"
+# Most of the time would go into compiling the same solvers for other ranks, so the first
+# environment does that with XLA's simpler code generator, without optimisation, in one piece: less
+# than half the time. Its jobs and the other environments compile as users do; jaxlib 0.12 has no
+# such choice.
+QUICK = (
+    " --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
 SOLVERS = "tests/linalg"
 CELL_SECONDS = 1500.0
 PYTEST = ["-m", "pytest", "-q", "--color=no", "--durations=5"]
@@ -62,13 +66,14 @@ class Cell:
     mpi: str
     ranks: int
     part: str  # "solvers", "primitives" for all but those, or "" for both
-    repeated: bool
+    once: bool  # whether the tests are those marked so, or the others
     quick: bool
 
     @property
     def name(self) -> str:
         """Name of this cell's line and log."""
         what = f"{self.ranks} rank{'s'[: self.ranks > 1]}" if self.ranks else "jobs"
+        what = "once" if self.once else what
         return f"{self.end:7} {self.mpi:8} {what:7} {self.part:10}"
 
     def paths(self, arguments: list[str]) -> list[str]:
@@ -85,13 +90,12 @@ class Cell:
         """Run this cell."""
         arguments = [text for text in arguments if not is_path(text)] + self.paths(arguments)
         environment = job_environment(self.mpi, self.ranks or 1, {"DISTSOLVE_TEST_MPI": self.mpi})
-        if self.repeated:
-            environment["DISTSOLVE_TEST_REPEATED"] = "1"
         if self.quick:
             environment["XLA_FLAGS"] += QUICK
         if self.ranks:
             command = [*mpiexec(self.mpi, self.ranks, self.python), self.python, *PYTEST]
-            command += ["--ignore=tests/jobs", *arguments]
+            command += ["--ignore=tests/jobs", "-m", "once" if self.once else "not once"]
+            command += arguments
             command += [f"--ignore={SOLVERS}"] if self.part == "primitives" else []
         else:
             command = [self.python, *PYTEST, *arguments]
@@ -159,18 +163,16 @@ def cells(options: argparse.Namespace) -> list[Cell]:
     first_mpi, *others = options.mpi.split(",")
     for end, python in environments(options).items():
         numbers = [int(n) for n in ranks.get(end, ranks.get("all", "1,2,3,0")).split(",")]
-        libraries = [first_mpi] if found else [first_mpi, *others]
-        pairs = [(mpi, number) for mpi in libraries for number in numbers]
-        first = next((pair for pair in pairs if pair[1]), None)
-        has_quick = not found
-        for mpi, number in pairs:
-            repeated = bool(number) and (mpi, number) != first
+        quick = not found
+        rows = [(first_mpi, 1, True)] if any(numbers) else []
+        for mpi in [first_mpi, *others] if quick else [first_mpi]:
+            rows += [(mpi, number, False) for number in numbers]
+        for mpi, number, once in rows:
             parts = ["" if mpi == first_mpi or number in (0, 2) else "primitives"]
             if number == 1 and mpi == first_mpi:
                 parts = ["primitives", "solvers"]  # side by side
             found += [
-                Cell(end, python, mpi, number, part, repeated, has_quick and repeated)
-                for part in parts
+                Cell(end, python, mpi, number, part, once, quick and number > 0) for part in parts
             ]
     return found
 

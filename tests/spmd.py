@@ -221,9 +221,7 @@ def on(*kinds: str) -> Any:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "watchdog(seconds): limit of this test")
-    config.addinivalue_line(
-        "markers", "once: the same on any ranks and MPI; one cell per environment"
-    )
+    config.addinivalue_line("markers", "once: the same on any ranks and MPI; run on one rank")
     watchdog.stderr = os.dup(2)  # capturing replaces descriptor 2 while a test runs
     if not on_ranks(config):
         return
@@ -238,14 +236,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if is_jobs(collection_path) and on_ranks(config) and ranks().size > 1:
         return True
     return None
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "DISTSOLVE_TEST_REPEATED" not in os.environ:
-        return
-    repeated = [item for item in items if item.get_closest_marker("once")]
-    config.hook.pytest_deselected(items=repeated)
-    items[:] = [item for item in items if item not in repeated]
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -45,6 +45,7 @@ from distsolve.mpi.ops import (
     scan,
     size,
 )
+from distsolve.mpi.trace import Call, trace
 from distsolve.mpi.wildcards import ANY_SOURCE, ANY_TAG, PROC_NULL
 
 lifecycle.abort_on_exception()
@@ -63,6 +64,7 @@ __all__ = [
     "PROC_NULL",
     "PROD",
     "SUM",
+    "Call",
     "Op",
     "Request",
     "Status",
@@ -93,5 +95,6 @@ __all__ = [
     "sendrecv",
     "set_chunk_bytes",
     "size",
+    "trace",
     "wait",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from jax._src import core, dispatch, effects
 from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
+from jax._src.source_info_util import is_user_filename
 
 __all__ = [
     "Primitive",
@@ -21,6 +22,7 @@ __all__ = [
     "instantiate_zero",
     "is_tracing",
     "is_undefined_primal",
+    "is_user_filename",
     "mlir",
     "n_devices",
     "ordered_effect",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import platform
+import signal
 import sys
 import threading
 from typing import Any
@@ -18,7 +19,15 @@ import jax
 import numpy as np
 
 from distsolve.mpi.lifecycle import is_on
-from distsolve.mpi.native import abi, messages, movement, nonblocking, reductions, serial
+from distsolve.mpi.native import (
+    abi,
+    messages,
+    movement,
+    nonblocking,
+    recorder,
+    reductions,
+    serial,
+)
 from distsolve.mpi.operations import DTYPES, Op, identities
 
 _THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
@@ -68,10 +77,22 @@ def _load() -> Library:
         library = _bind_mpi()
     if is_on("DISTSOLVE_NO_IN_PLACE"):
         abi.set_in_place(False)
+    recorder.set_names(
+        [name.encode() for name in abi.NAMES],
+        _by_number({number: str(dtype) for dtype, (number, _) in DTYPES.items()}),
+        [op.name.encode() for op in Op],
+    )
+    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # the program has no use for it
+        recorder.show_at_signal(library.MPI.COMM_WORLD.Get_rank() if library.MPI else 0)
     for kind in (reductions, movement, messages, nonblocking):
         for name, handler in kind.HANDLERS.items():
             jax.ffi.register_ffi_target(f"distsolve_{name}", handler, platform="cpu")
     return library
+
+
+def _by_number(names: dict[int, str]) -> list[bytes]:
+    """Names as a list, with nothing at the numbers that have none."""
+    return [names.get(number, "").encode() for number in range(max(names) + 1)]
 
 
 def _refuse_unknown_machine() -> None:

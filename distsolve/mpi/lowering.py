@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from distsolve.mpi.primitive import OpSpec
 
 
-def lower(spec: OpSpec, ctx, *operands, ordered, **params):
+def lower(spec: OpSpec, ctx, *operands, ordered, where, **params):
     """Lower to one custom call, with the ordering token inside a larger program.
 
     The text holds the communicator's number and plain integers only, so it is the same in every
@@ -40,6 +40,7 @@ def lower(spec: OpSpec, ctx, *operands, ordered, **params):
         else np.int64(params[name])
         for name in spec.attributes
     }
+    attributes["where"] = np.int64(where)
     if ordered:
         return with_token(ctx, rule, operands, **attributes)
     return rule(ctx, *operands, **attributes)

@@ -1,9 +1,10 @@
 """From a table row to a JAX primitive: abstract evaluation, effect, transforms, eager call.
 
 Every primitive takes any number of arrays and returns a list. Its parameters are plain hashables
-with value equality, so that an eager call compiles once per shape. Inside a traced program it
-carries the ordered effect; an eager call runs a cached executable without it, because program
-order is MPI order there anyway, and an ordered effect costs more than the call.
+with value equality, so that an eager call compiles once per shape; `where` is the line of the
+user's program. Inside a traced program it carries the ordered effect; an eager call runs a cached
+executable without it, because program order is MPI order there anyway, and an ordered effect costs
+more than the call.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from distsolve.mpi import sites
 from distsolve.mpi._jaxcompat import (
     Primitive,
     ShapedArray,
@@ -35,6 +37,7 @@ from distsolve.mpi._jaxcompat import (
 )
 from distsolve.mpi.comm import executables_of
 from distsolve.mpi.lowering import lower
+from distsolve.mpi.native import recorder
 
 Avals = Sequence[ShapedArray]
 
@@ -75,7 +78,8 @@ class OpSpec:
     transpose: Callable[..., list] | None = None
 
     def __post_init__(self) -> None:
-        assert list(self.attributes) == sorted(self.attributes), self.name
+        # The line of the call sorts last.
+        assert list(self.attributes) == sorted(self.attributes) < ["where"], self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +91,8 @@ class MPIPrimitive:
 
     def __call__(self, *operands: Any, donate: bool = False, **params: Any) -> list[Any]:
         if is_tracing():
-            return self.primitive.bind(*operands, ordered=True, **params)
-        return run_eagerly(self.primitive, operands, donate, params)
+            return self.primitive.bind(*operands, ordered=True, where=sites.caller(), **params)
+        return run_eagerly(self.primitive, operands, donate, sites.caller(), params)
 
 
 def _executable(primitive: Primitive, donate: int, params: dict) -> Callable[..., list[Any]]:
@@ -102,20 +106,26 @@ def _executable(primitive: Primitive, donate: int, params: dict) -> Callable[...
 
 def _jitted(primitive: Primitive, donate: int, params: dict) -> Callable[..., list[Any]]:
     def call(*operands: Any) -> list[Any]:
-        return primitive.bind(*operands, ordered=False, **params)
+        return primitive.bind(*operands, ordered=False, where=sites.UNKNOWN, **params)
 
     call.__name__ = primitive.name
     return jax.jit(call, donate_argnums=tuple(range(donate)))
 
 
-def run_eagerly(primitive: Primitive, operands: Sequence, donate: bool, params: dict) -> list[Any]:
-    """Run after all outstanding ordered work, and wait for the result."""
+def run_eagerly(
+    primitive: Primitive, operands: Sequence, donate: bool, where: int, params: dict
+) -> list[Any]:
+    """Run after all outstanding ordered work, and wait for the result.
+
+    The executable serves all lines, so the line is said beside it.
+    """
     try:
         wait_for_ordered()
     except Exception:
         forget_failed_tokens()
         raise
     function = _executable(primitive, len(operands) if donate else 0, params)
+    recorder.set_site(where)
     try:
         results = function(*operands)
         for result in results:
@@ -134,12 +144,12 @@ def make_primitive(spec: OpSpec) -> MPIPrimitive:
     primitive.multiple_results = True
     made = MPIPrimitive(spec, primitive)
 
-    def impl(*operands: Any, ordered: bool, **params: Any) -> list[Any]:
+    def impl(*operands: Any, ordered: bool, where: int, **params: Any) -> list[Any]:
         if not ordered:  # `jax.disable_jit` has opened the executable of an eager call
-            return apply_primitive(primitive, *operands, ordered=False, **params)
-        return run_eagerly(primitive, operands, False, params)
+            return apply_primitive(primitive, *operands, ordered=False, where=where, **params)
+        return run_eagerly(primitive, operands, False, where, params)
 
-    def abstract_eval(*avals: ShapedArray, ordered: bool, **params: Any):
+    def abstract_eval(*avals: ShapedArray, ordered: bool, where: int, **params: Any):
         outputs = spec.outputs(avals, params)
         if ordered:
             return outputs, {ordered_effect}
@@ -198,7 +208,14 @@ def _is_inexact(x: Any) -> bool:
     return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
 
 
-def _transpose(made: MPIPrimitive, cotangents: Sequence, *operands: Any, ordered: bool, **params):
+def _transpose(
+    made: MPIPrimitive,
+    cotangents: Sequence,
+    *operands: Any,
+    ordered: bool,
+    where: int,
+    **params: Any,
+):
     reason = made.spec.derivative(params)
     if reason is not None or made.spec.transpose is None:
         raise NotImplementedError(reason or _no_transpose(made.spec.name))

@@ -3,6 +3,7 @@
 from libc.stdint cimport int64_t, intptr_t, uint64_t
 
 from distsolve.mpi.native.ffi cimport Error, Frame, fp_mode
+from distsolve.mpi.native.recorder cimport Entry
 
 # Handles are 32-bit integers in MPICH and pointers in Open MPI. Both are passed in integer
 # registers, and on x86-64 and aarch64 Linux a callee reads only the width that it declared, so one
@@ -54,9 +55,10 @@ ctypedef int (*version_t)(char *, int *) noexcept nogil
 ctypedef int (*test_t)(Handle *, int *, void *) noexcept nogil
 ctypedef int (*wait_t)(Handle *, void *) noexcept nogil
 
-# The `peer` of `check` where a call has none.
+# The root or peer, and the operation, of a call that has none.
 cdef enum:
     NO_PEER = -3
+    NO_OP = -3
 
 # Bytes kept for an MPI_Status; import refuses a library that needs more.
 cdef enum:
@@ -72,7 +74,14 @@ cdef struct Comm:
     int rank
     int size
     int64_t chunk       # bytes a reduction hands to MPI at a time
+    int64_t collectives     # entered so far: the same on all ranks of a correct program
     bint alive
+
+# A call between `enter` and `leave`.
+cdef struct Visit:
+    fp_mode mode
+    Entry *entry
+    int64_t sequence
 
 # MPI_Status has no portable layout; the offsets of its public fields are measured at import.
 cdef struct StatusLayout:
@@ -101,8 +110,10 @@ cdef void *user_status(int64_t status_id) noexcept nogil
 cdef const char *identity(int64_t op, int dtype) noexcept nogil
 cdef int peer(int64_t rank) noexcept nogil
 cdef void count_call(Call call) noexcept nogil
-cdef fp_mode enter() noexcept nogil
-cdef void leave(fp_mode mode) noexcept nogil
+cdef Visit enter(
+    const Frame *frame, Call call, const Comm *comm, int64_t count, int64_t peer, int64_t op
+) noexcept nogil
+cdef void leave(Visit visit) noexcept nogil
 cdef bint in_use() noexcept nogil
 cdef bint serialized() noexcept nogil
 cdef bint ready(

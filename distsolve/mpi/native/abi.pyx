@@ -10,8 +10,12 @@ from libc.stdlib cimport calloc
 from libc.string cimport memcpy
 
 from distsolve.mpi.native.ffi cimport (
-    Error, Frame, ffi_answer_metadata, ffi_error, ffi_int, fp_keep_subnormals, fp_mode,
-    fp_restore, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
+    Error, Frame, ffi_answer_metadata, ffi_dtype, ffi_error, ffi_int, ffi_where,
+    fp_keep_subnormals, fp_restore, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
+    pthread_mutex_unlock,
+)
+from distsolve.mpi.native.recorder cimport (
+    current_site, dump, record, record_return, site_text,
 )
 
 
@@ -47,6 +51,8 @@ cdef enum:
     N_OPS = 16
     BLOCK = 1024        # communicators and statuses are never reused: tables grow by blocks,
     N_BLOCKS = 4096     # which stay where they are while handlers read them
+    STDERR = 2
+    SHOWN = 16          # calls, after a failing one
 
 cdef Handle dtype_handles[N_DTYPES]
 cdef Handle op_handles[N_OPS]
@@ -104,20 +110,43 @@ cdef void count_call(Call call) noexcept nogil:
     count_up(&calls[<int> call])
 
 
-cdef fp_mode enter() noexcept nogil:
-    """Begin to use MPI; below MPI_THREAD_MULTIPLE only one thread at a time may."""
+cdef bint is_collective(Call call) noexcept nogil:
+    return call <= BARRIER or GATHERV <= call <= IALLREDUCE
+
+
+cdef int64_t where_of(const Frame *frame) noexcept nogil:
+    """Where in the user's program a call is; an eager one runs a program that does not know."""
+    cdef int64_t where = ffi_where(frame) if frame != NULL else 0
+    return where if where != 0 else current_site()
+
+
+cdef Visit enter(
+    const Frame *frame, Call call, const Comm *comm, int64_t count, int64_t peer, int64_t op
+) noexcept nogil:
+    """Begin to use MPI; below MPI_THREAD_MULTIPLE only one thread at a time may.
+
+    `frame` is NULL for a call outside any program.
+    """
+    cdef Visit visit
+    visit.entry = record(
+        call, ffi_dtype(frame) if frame != NULL else 0, comm.id,
+        &(<Comm *> comm).collectives if is_collective(call) else NULL,
+        where_of(frame), count, <int> peer, <int> op)
+    visit.sequence = visit.entry.sequence
     if lock_needed:
         pthread_mutex_lock(&lock)
     count_up(&inside)
-    return fp_keep_subnormals()
+    visit.mode = fp_keep_subnormals()
+    return visit
 
 
-cdef void leave(fp_mode mode) noexcept nogil:
+cdef void leave(Visit visit) noexcept nogil:
     """Undo `enter`."""
-    fp_restore(mode)
+    fp_restore(visit.mode)
     count_down(&inside)
     if lock_needed:
         pthread_mutex_unlock(&lock)
+    record_return(visit.entry, visit.sequence)
 
 
 cdef bint in_use() noexcept nogil:
@@ -171,8 +200,10 @@ cdef Error *check(
     elif peer == -1:
         snprintf(peer_text, sizeof(peer_text), ", peer ANY_SOURCE")
     snprintf(text, sizeof(text),
-             "%s failed on rank %d of %d (communicator %d%s, %lld elements): %s", names[<int> call],
-             comm.rank, comm.size, comm.id, peer_text, <long long> count, mpi_text)
+             "%s failed on rank %d of %d (communicator %d%s, %lld elements) at %s: %s",
+             names[<int> call], comm.rank, comm.size, comm.id, peer_text, <long long> count,
+             site_text(where_of(frame)), mpi_text)
+    dump(STDERR, comm.rank, SHOWN)
     return ffi_error(frame, text)
 
 
@@ -237,7 +268,7 @@ def add_comm(int64_t comm_id, handle, int rank, int size, int64_t chunk):
             raise MemoryError
     comm = &comm_blocks[comm_id // BLOCK][comm_id % BLOCK]
     comm.handle, comm.id, comm.rank, comm.size = handle, <int> comm_id, rank, size
-    comm.chunk, comm.alive = chunk, True
+    comm.chunk, comm.collectives, comm.alive = chunk, 0, True
 
 
 def remove_comm(int64_t comm_id):

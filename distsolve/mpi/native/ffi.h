@@ -41,6 +41,16 @@ static inline const int64_t *ffi_ints(XLA_FFI_CallFrame *frame, int64_t index) {
   return (const int64_t *)((XLA_FFI_Array *)frame->attrs.attrs[index])->data;
 }
 
+/* Where in the user's program a call is: the attribute of every MPI call that sorts last. */
+static inline int64_t ffi_where(const XLA_FFI_CallFrame *frame) {
+  return *(int64_t *)((XLA_FFI_Scalar *)frame->attrs.attrs[frame->attrs.size - 1])->value;
+}
+
+/* The dtype of the first operand, that of a token included; 0 where there is none. */
+static inline int ffi_dtype(const XLA_FFI_CallFrame *frame) {
+  return frame->args.size > 0 ? (int)((XLA_FFI_Buffer *)frame->args.args[0])->dtype : 0;
+}
+
 static inline int64_t ffi_count(const XLA_FFI_Buffer *buffer) {
   int64_t count = 1;
   for (int64_t axis = 0; axis < buffer->rank; ++axis) count *= buffer->dims[axis];

@@ -14,13 +14,13 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from distsolve.mpi.native.abi cimport (
-    ERR_NO_MEM, IALLREDUCE, MAX_STATUS, NO_PEER, TEST, WAIT, Comm, Handle, address, check,
-    count_call, enter, icombine_t, in_use, leave, ready, serialized, test_t, wait_t,
+    ERR_NO_MEM, IALLREDUCE, MAX_STATUS, NO_OP, NO_PEER, TEST, WAIT, Comm, Handle, Visit, address,
+    check, count_call, enter, icombine_t, in_use, leave, ready, serialized, test_t, wait_t,
 )
 from distsolve.mpi.native.engine cimport Job, job_of, narrow, widen
 from distsolve.mpi.native.ffi cimport (
     Error, Frame, capsule, ffi_arg, ffi_carry, ffi_count, ffi_error, ffi_int,
-    ffi_operands, ffi_ret, fp_keep_subnormals, fp_mode, pthread_mutex_init, pthread_mutex_lock,
+    ffi_operands, ffi_ret, fp_keep_subnormals, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_t, pthread_mutex_unlock,
 )
 
@@ -112,14 +112,14 @@ cdef void test(Request *request) noexcept nogil:
     request.done = flag or request.code != 0
 
 
-cdef int complete(Request *request) noexcept nogil:
+cdef int complete(const Frame *frame, Request *request) noexcept nogil:
     """Block until a request is done; no other thread may know it any more."""
     cdef char status[<int> MAX_STATUS]
-    cdef fp_mode mode
+    cdef Visit visit
     if not request.done:
-        mode = enter()
+        visit = enter(frame, WAIT, request.comm, request.count, NO_PEER, NO_OP)
         request.code = (<wait_t> address[<int> WAIT])(&request.handle, status)
-        leave(mode)
+        leave(visit)
     return request.code
 
 
@@ -205,7 +205,7 @@ cdef Error *iallreduce(Frame *frame) noexcept nogil:
     cdef int64_t n = ffi_int(frame, 1)
     cdef Job job = job_of(frame, IALLREDUCE, comm, ffi_arg(frame, 0), ffi_int(frame, 2), 0, 0)
     cdef Request *request = make_request(&job, elements(frame, 0, n))
-    cdef fp_mode mode
+    cdef Visit visit
     cdef char *wire
     cdef int64_t i, count
     cdef int code
@@ -218,14 +218,14 @@ cdef Error *iallreduce(Frame *frame) noexcept nogil:
             widen(&job, <char *> ffi_arg(frame, i).data, wire, count)
             wire += count * job.wire_item
         ffi_carry(ffi_ret(frame, i + 1), ffi_arg(frame, i))
-    mode = enter()
+    visit = enter(frame, IALLREDUCE, comm, request.count, NO_PEER, job.op)
     count_call(IALLREDUCE)
     code = (<icombine_t> address[<int> IALLREDUCE])(
         request.send, request.recv, <int> request.count, job.wire_type, job.wire_op, comm.handle,
         &request.handle)
     if code == 0:
         test(request)
-    leave(mode)
+    leave(visit)
     error = check(frame, IALLREDUCE, code, comm, request.count, NO_PEER)
     if error != NULL:
         free(request)
@@ -254,7 +254,7 @@ cdef Error *wait(Frame *frame) noexcept nogil:
         snprintf(text, sizeof(text), "MPI_Wait: request %lld is not outstanding on rank %d: wait "
                  "for each request once.", <long long> number, comm.rank)
         return ffi_error(frame, text)
-    error = check(frame, WAIT, complete(request), comm, request.count, NO_PEER)
+    error = check(frame, WAIT, complete(frame, request), comm, request.count, NO_PEER)
     if error == NULL and (request.count != wanted or request.dtype != job.dtype):
         snprintf(text, sizeof(text), "MPI_Wait: request %lld is for %lld elements, its template "
                  "has %lld, or another dtype: pass on the request that iallreduce returned.",
@@ -291,7 +291,7 @@ def complete_all(int64_t comm_id=ANY):
     with nogil:
         request = take(ANY, comm_id)
         while request != NULL:
-            code = complete(request) or code
+            code = complete(NULL, request) or code
             free(request)
             request = take(ANY, comm_id)
     if code != 0:

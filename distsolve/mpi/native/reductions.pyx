@@ -7,12 +7,12 @@ larger program the ordering token is the last operand and the last result; no ha
 from libc.stdint cimport int64_t
 
 from distsolve.mpi.native.abi cimport (
-    ALLREDUCE, BCAST, EXSCAN, NO_PEER, REDUCE, REDUCE_SCATTER_BLOCK, SCAN, Call, Comm, check,
-    enter, leave, ready,
+    ALLREDUCE, BCAST, EXSCAN, NO_OP, NO_PEER, REDUCE, REDUCE_SCATTER_BLOCK, SCAN, Call, Comm,
+    Visit, check, enter, leave, ready,
 )
 from distsolve.mpi.native.engine cimport Job, job_of, mirror, reduce_scatter, run
 from distsolve.mpi.native.ffi cimport (
-    Buffer, Error, Frame, capsule, ffi_arg, ffi_count, ffi_int, ffi_ret, fp_mode,
+    Buffer, Error, Frame, capsule, ffi_arg, ffi_count, ffi_int, ffi_ret,
 )
 
 
@@ -22,13 +22,14 @@ cdef Error *combine(Frame *frame, Call call, int op_at, int root_at) noexcept no
     cdef Job job
     if not ready(frame, call, 1, &comm, &error):
         return error
-    job = job_of(
-        frame, call, comm, ffi_arg(frame, 0), ffi_int(frame, op_at) if op_at > 0 else 0,
-        <int> ffi_int(frame, root_at) if root_at > 0 else 0, ffi_int(frame, 0))
-    cdef fp_mode mode = enter()
+    cdef int64_t op = ffi_int(frame, op_at) if op_at > 0 else NO_OP
+    cdef int64_t root = ffi_int(frame, root_at) if root_at > 0 else NO_PEER
+    cdef int64_t count = ffi_count(ffi_arg(frame, 0))
+    job = job_of(frame, call, comm, ffi_arg(frame, 0), op, <int> root, ffi_int(frame, 0))
+    cdef Visit visit = enter(frame, call, comm, count, root, op)
     cdef int code = run(&job)
-    leave(mode)
-    return check(frame, call, code, comm, ffi_count(ffi_arg(frame, 0)), NO_PEER)
+    leave(visit)
+    return check(frame, call, code, comm, count, NO_PEER)
 
 
 # chunk, comm, op
@@ -74,9 +75,9 @@ cdef Error *allreduce_symmetric(Frame *frame) noexcept nogil:
     job.n_segments = total // n
     job.src = <char *> x.data
     job.dst = <char *> ffi_ret(frame, 0).data
-    cdef fp_mode mode = enter()
+    cdef Visit visit = enter(frame, ALLREDUCE, comm, total, NO_PEER, job.op)
     code = run(&job)
-    leave(mode)
+    leave(visit)
     for i in range(total // (n * n)):
         mirror(job.dst + i * n * n * job.item, n, job.dtype, job.item)
     return check(frame, ALLREDUCE, code, comm, total, NO_PEER)
@@ -91,10 +92,10 @@ cdef Error *reduce_scatter_block(Frame *frame) noexcept nogil:
     cdef Buffer *y = ffi_ret(frame, 0)
     cdef Job job = job_of(
         frame, REDUCE_SCATTER_BLOCK, comm, y, ffi_int(frame, 2), 0, ffi_int(frame, 0))
-    cdef fp_mode mode = enter()
+    cdef Visit visit = enter(frame, REDUCE_SCATTER_BLOCK, comm, ffi_count(y), NO_PEER, job.op)
     cdef int code = reduce_scatter(
         &job, <char *> ffi_arg(frame, 0).data, <char *> y.data, ffi_count(y))
-    leave(mode)
+    leave(visit)
     return check(frame, REDUCE_SCATTER_BLOCK, code, comm, ffi_count(y), NO_PEER)
 
 

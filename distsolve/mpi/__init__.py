@@ -46,6 +46,7 @@ from distsolve.mpi.ops import (
     size,
 )
 from distsolve.mpi.trace import Call, trace
+from distsolve.mpi.watchdog import set_timeout
 from distsolve.mpi.wildcards import ANY_SOURCE, ANY_TAG, PROC_NULL
 
 lifecycle.abort_on_exception()
@@ -94,6 +95,7 @@ __all__ = [
     "send",
     "sendrecv",
     "set_chunk_bytes",
+    "set_timeout",
     "size",
     "trace",
     "wait",

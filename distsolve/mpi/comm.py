@@ -12,7 +12,7 @@ import os
 import traceback
 from typing import Any, NamedTuple
 
-from distsolve.mpi import lifecycle
+from distsolve.mpi import lifecycle, watchdog
 from distsolve.mpi._jaxcompat import wait_for_ordered
 from distsolve.mpi.arguments import MAX_CHUNK, check_chunk
 from distsolve.mpi.library import load
@@ -97,7 +97,7 @@ def live(comm: Any) -> Any:
 
 def _record(comm: Any) -> Comm:
     if comm is None:
-        return _world or _publish(None, 0, 0, 1, CHUNK_ON_ONE_NODE)
+        return _world or _publish_serial()
     record = None if _keyval is None else comm.Get_attr(_keyval)
     return record if record is not None else _duplicate(load().MPI, comm)
 
@@ -117,19 +117,30 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
     chunk = wanted or (CHUNK_ON_ONE_NODE if one_node else CHUNK_ACROSS_NODES)
     comm_id = duplicate.allreduce(_next_id, op=MPI.MAX)
     chunk = duplicate.allreduce(chunk, op=MPI.MAX)
-    record = _publish(
-        MPI._handleof(duplicate), comm_id, duplicate.Get_rank(), duplicate.Get_size(), chunk
-    )
+    group, everyone = duplicate.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = group.Translate_ranks(None, everyone)
+    record = _publish(MPI._handleof(duplicate), comm_id, duplicate.Get_rank(), list(ranks), chunk)
+    group.Free()
+    everyone.Free()
     _duplicates[record.id] = duplicate
     comm.Set_attr(_keyval, record)
+    if comm == MPI.COMM_WORLD:
+        watchdog.of_world(MPI, duplicate)
     return record
 
 
-def _publish(handle: int | None, comm_id: int, rank: int, size: int, chunk: int) -> Comm:
+def _publish_serial() -> Comm:
+    record = _publish(0, 0, 0, [0], CHUNK_ON_ONE_NODE)
+    watchdog.of_world(None, None)
+    return record
+
+
+def _publish(handle: int, comm_id: int, rank: int, world: list[int], chunk: int) -> Comm:
+    """Publish a communicator; ``world``: the numbers that its ranks have in the world."""
     global _next_id
     _next_id = comm_id + 1
-    record = Comm(comm_id, rank, size)
-    abi.add_comm(comm_id, handle or 0, rank, size, _chunk_override or chunk)
+    record = Comm(comm_id, rank, len(world))
+    abi.add_comm(comm_id, handle, rank, world, _chunk_override or chunk)
     _by_id[comm_id] = record
     _default_chunks[comm_id] = chunk
     return record

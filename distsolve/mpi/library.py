@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import platform
-import signal
 import sys
 import threading
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from distsolve.mpi import watchdog
 from distsolve.mpi.lifecycle import is_on
 from distsolve.mpi.native import (
     abi,
@@ -82,8 +82,7 @@ def _load() -> Library:
         _by_number({number: str(dtype) for dtype, (number, _) in DTYPES.items()}),
         [op.name.encode() for op in Op],
     )
-    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # the program has no use for it
-        recorder.show_at_signal(library.MPI.COMM_WORLD.Get_rank() if library.MPI else 0)
+    watchdog.show_at_signal(library.MPI.COMM_WORLD.Get_rank() if library.MPI else 0)
     for kind in (reductions, movement, messages, nonblocking):
         for name, handler in kind.HANDLERS.items():
             jax.ffi.register_ffi_target(f"distsolve_{name}", handler, platform="cpu")
@@ -109,6 +108,7 @@ def _bind_serial() -> Library:
     abi.set_constants(
         in_place=serial.IN_PLACE,
         byte=serial.BYTE,
+        world=0,
         any_source=serial.ANY_SOURCE,
         proc_null=serial.PROC_NULL,
         any_tag=serial.ANY_TAG,
@@ -148,6 +148,7 @@ def _bind_mpi() -> Library:
     abi.set_constants(
         in_place=int(MPI.IN_PLACE) % 2**64,
         byte=handle(MPI.BYTE),
+        world=handle(MPI.COMM_WORLD),
         any_source=MPI.ANY_SOURCE,
         proc_null=MPI.PROC_NULL,
         any_tag=MPI.ANY_TAG,

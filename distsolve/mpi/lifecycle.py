@@ -11,7 +11,7 @@ import traceback
 from typing import Any
 
 from distsolve.mpi._jaxcompat import wait_for_ordered
-from distsolve.mpi.native import abi, nonblocking
+from distsolve.mpi.native import abi, nonblocking, watchdog
 
 _finalizing = False
 # A launcher that is told to abort drops the output that it has not passed on yet.
@@ -37,6 +37,7 @@ def is_on(switch: str) -> bool:
 
 def finish() -> None:
     """Wait for queued MPI calls before MPI goes away; a failed one makes the job fail."""
+    watchdog.set_phase(b"at the end of its program, in no call")
     try:
         wait_for_ordered()
         nonblocking.finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from distsolve.mpi.operations import DTYPES, Op
 _DTYPES = {number: dtype for dtype, (number, _) in DTYPES.items()}
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """One MPI call.
 
     Attributes

@@ -56,8 +56,7 @@ def test_equal_calls_keep_their_lines():
     @jax.jit
     def program(x):
         x = mpi.allreduce(x)
-        x = mpi.allreduce(x)
-        return x
+        return mpi.allreduce(x)
 
     lines = [call.where for call in calls_of(lambda: program(jnp.ones(3)))]
     agree(lines == [at(first), at(first + 1)])

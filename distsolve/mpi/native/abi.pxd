@@ -17,7 +17,7 @@ cdef enum Call:
     REDUCE_SCATTER_BLOCK, BARRIER, SEND, RECV, SENDRECV
     GATHERV, SCATTERV, ALLGATHERV, ALLTOALLW, IALLREDUCE
     TYPE_CREATE_HINDEXED, TYPE_COMMIT, TYPE_FREE, ERROR_STRING, GET_ELEMENTS_X, COMM_SIZE
-    GET_LIBRARY_VERSION, TEST, WAIT
+    GET_LIBRARY_VERSION, TEST, WAIT, ABORT
     N_CALLS
 
 ctypedef int (*combine_t)(const void *, void *, int, Handle, Handle, Handle) noexcept nogil
@@ -54,6 +54,7 @@ ctypedef int (*comm_size_t)(Handle, int *) noexcept nogil
 ctypedef int (*version_t)(char *, int *) noexcept nogil
 ctypedef int (*test_t)(Handle *, int *, void *) noexcept nogil
 ctypedef int (*wait_t)(Handle *, void *) noexcept nogil
+ctypedef int (*abort_t)(Handle, int) noexcept nogil
 
 # The root or peer, and the operation, of a call that has none.
 cdef enum:
@@ -75,6 +76,7 @@ cdef struct Comm:
     int size
     int64_t chunk       # bytes a reduction hands to MPI at a time
     int64_t collectives     # entered so far: the same on all ranks of a correct program
+    int *world          # the ranks' numbers in the world
     bint alive
 
 # A call between `enter` and `leave`.
@@ -92,6 +94,7 @@ cdef struct StatusLayout:
 cdef struct Constants:
     void *in_place
     Handle byte
+    Handle world
     int any_source
     int proc_null
     int any_tag
@@ -104,6 +107,7 @@ cdef void *address[<int> N_CALLS]
 cdef Constants constants
 cdef StatusLayout status_layout
 
+cdef Comm *find_comm(int64_t comm_id) noexcept nogil
 cdef Handle mpi_type(int dtype) noexcept nogil
 cdef Handle mpi_op(int64_t op) noexcept nogil
 cdef void *user_status(int64_t status_id) noexcept nogil

@@ -6,7 +6,7 @@
 from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t, uintptr_t
 from libc.stdio cimport snprintf
-from libc.stdlib cimport calloc
+from libc.stdlib cimport calloc, malloc
 from libc.string cimport memcpy
 
 from distsolve.mpi.native.ffi cimport (
@@ -36,7 +36,7 @@ NAMES = (
     "MPI_Send", "MPI_Recv", "MPI_Sendrecv", "MPI_Gatherv", "MPI_Scatterv", "MPI_Allgatherv",
     "MPI_Alltoallw", "MPI_Iallreduce", "MPI_Type_create_hindexed", "MPI_Type_commit",
     "MPI_Type_free", "MPI_Error_string", "MPI_Get_elements_x", "MPI_Comm_size",
-    "MPI_Get_library_version", "MPI_Test", "MPI_Wait",
+    "MPI_Get_library_version", "MPI_Test", "MPI_Wait", "MPI_Abort",
 )
 assert len(NAMES) == N_CALLS
 
@@ -214,13 +214,13 @@ def bind(dict addresses):
 
 
 def set_constants(
-    *, in_place, byte, any_source, proc_null, any_tag, handle_size,
+    *, in_place, byte, world, any_source, proc_null, any_tag, handle_size,
     dtypes, ops, identities_of, status_size, status_source, status_tag, serialize,
 ):
     """Set the library's constants, and its handles by XLA dtype number and operation number."""
     global lock_needed
     constants.in_place = <void *> <uintptr_t> in_place
-    constants.byte = byte
+    constants.byte, constants.world = byte, world
     constants.any_source = any_source
     constants.proc_null = proc_null
     constants.any_tag = any_tag
@@ -255,8 +255,8 @@ def set_finalized():
     constants.finalized = True
 
 
-def add_comm(int64_t comm_id, handle, int rank, int size, int64_t chunk):
-    """Publish a communicator under its id."""
+def add_comm(int64_t comm_id, handle, int rank, list world, int64_t chunk):
+    """Publish a communicator under its id; ``world``: its ranks' numbers in the world."""
     cdef Comm *comm
     if comm_id >= BLOCK * N_BLOCKS:
         raise RuntimeError(
@@ -267,7 +267,12 @@ def add_comm(int64_t comm_id, handle, int rank, int size, int64_t chunk):
         if comm_blocks[comm_id // BLOCK] == NULL:
             raise MemoryError
     comm = &comm_blocks[comm_id // BLOCK][comm_id % BLOCK]
-    comm.handle, comm.id, comm.rank, comm.size = handle, <int> comm_id, rank, size
+    comm.handle, comm.id, comm.rank, comm.size = handle, <int> comm_id, rank, len(world)
+    comm.world = <int *> malloc(comm.size * sizeof(int))
+    if comm.world == NULL:
+        raise MemoryError
+    for index, number in enumerate(world):
+        comm.world[<int> index] = number
     comm.chunk, comm.collectives, comm.alive = chunk, 0, True
 
 

@@ -19,7 +19,7 @@ cdef extern from * nogil:
     #include <time.h>
     #include <unistd.h>
 
-    static void write_text(int descriptor, const char *text) {
+    static void write_all(int descriptor, const char *text) {
       size_t left = strlen(text);
       while (left > 0) {
         ssize_t written = write(descriptor, text, left);
@@ -59,7 +59,7 @@ cdef extern from * nogil:
     static int64_t peek(const int64_t *value) { return __atomic_load_n(value, __ATOMIC_ACQUIRE); }
     static void put(int64_t *value, int64_t to) { __atomic_store_n(value, to, __ATOMIC_RELEASE); }
     """
-    void write_text(int descriptor, const char *text)
+    void write_all(int descriptor, const char *text)
     void show_at(void (*what)() noexcept nogil)
     int64_t clock_ns()
     int64_t claim(int64_t *counter)
@@ -168,6 +168,11 @@ cdef int describe(const Entry *entry, char *text, int size) noexcept nogil:
         name_in(call_names, entry.call), name_in(dtype_names, entry.dtype),
         <long long> entry.count, space, name_in(op_names, entry.op), peer, entry.comm, number,
         site_text(entry.where))
+
+
+cdef void write_text(int descriptor, const char *text) noexcept nogil:
+    """Write without a buffer: safe in a signal handler."""
+    write_all(descriptor, text)
 
 
 cdef void dump(int descriptor, int rank, int64_t n) noexcept nogil:

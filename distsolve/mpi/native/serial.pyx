@@ -9,6 +9,11 @@ from libc.string cimport memcpy, strlen
 
 from distsolve.mpi.native.abi cimport Handle
 
+
+cdef extern from "<unistd.h>" nogil:
+    void _exit(int status)
+
+
 IN_PLACE = 1
 BYTE = 1
 ANY_SOURCE = -1
@@ -197,6 +202,11 @@ cdef int library_version(char *text, int *length) noexcept nogil:
     return 0
 
 
+cdef int abort(Handle comm, int code) noexcept nogil:
+    _exit(code)
+    return code
+
+
 ADDRESSES = {
     "MPI_Allreduce": <uintptr_t> &combine,
     "MPI_Reduce": <uintptr_t> &reduce,
@@ -226,4 +236,5 @@ ADDRESSES = {
     "MPI_Get_library_version": <uintptr_t> &library_version,
     "MPI_Test": <uintptr_t> &test,
     "MPI_Wait": <uintptr_t> &wait,
+    "MPI_Abort": <uintptr_t> &abort,
 }

@@ -1,0 +1,347 @@
+"""The watchdog: a thread that looks for calls that do not come back, and says where every rank is.
+
+It holds no lock of Python's or MPI's, so it works whatever hangs. Ranks ask each other through
+datagrams. Of the ranks that are overdue in a call of one communicator the lowest writes the report.
+"""
+
+from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
+from libc.stdio cimport snprintf
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memset, strcmp
+
+from distsolve.mpi.native.abi cimport ABORT, Comm, abort_t, address, constants, find_comm
+from distsolve.mpi.native.recorder cimport (
+    KEPT, Entry, clock_now, describe, last_sequence, read_entry, write_text,
+)
+
+
+cdef extern from "channel.h" nogil:
+    enum:
+        QUESTION, ANSWER, SHOW_STACKS, KEY_SIZE
+
+    ctypedef struct Packet:
+        uint64_t token
+        int64_t round
+        int32_t kind
+        int32_t rank
+        int32_t comm
+        int32_t inside
+        int64_t number
+        double seconds
+        char key[480]
+
+    ctypedef struct Place:
+        uint32_t address
+        uint16_t port
+
+    int channel_open(uint16_t *port)
+    void channel_send(int channel, Place to, const Packet *packet)
+    bint channel_receive(int channel, uint64_t token, Packet *packet, int milliseconds)
+    void sleep_milliseconds(int milliseconds)
+    bint start_detached(void *(*function)(void *) noexcept nogil)
+    void end_within(unsigned seconds)
+
+
+cdef extern from "<signal.h>" nogil:
+    int SIGUSR1
+    int kill(int pid, int number)
+
+
+cdef extern from "<unistd.h>" nogil:
+    int getpid()
+    void _exit(int status)
+
+
+cdef enum:
+    STDERR = 2
+    LOOK = 100              # milliseconds between two looks at the ring
+    ASKING = 900            # milliseconds in which ranks may answer
+    AGAIN = 300             # milliseconds after which those that have not are asked again
+    GRACE = 5               # seconds that others have to report before this rank does
+    STACKS = 700            # milliseconds for the stacks to be written
+    OUTPUT = 500            # milliseconds for the launcher to pass the output on
+    ABORTING = 10           # seconds for MPI_Abort
+    MOST_STACKS = 4         # ranks whose stacks are shown
+    LINE = 1024
+
+cdef int64_t timeout = 0        # nanoseconds; 0: off
+cdef bint ends_job = True
+cdef bint stacks_known = False  # whether SIGUSR1 shows Python's stacks
+cdef const char *phase = NULL   # what this rank does when it is in no call, where that is known
+cdef bint runs = False
+cdef int channel = -1
+cdef uint64_t token = 0
+cdef int rank = 0
+cdef int size = 1
+cdef Place *places = NULL
+cdef int64_t question = 0       # the round that is being answered
+cdef Packet *answers = NULL     # of the ranks of the communicator in question, or NULL
+cdef const Comm *asked = NULL
+cdef object phases = []         # keeps what `phase` points at
+
+
+cdef bint oldest_inside(Entry *found) noexcept nogil:
+    """The oldest call that is inside MPI now."""
+    cdef int64_t last = last_sequence()
+    cdef int64_t sequence
+    for sequence in range(max(last - KEPT, 0) + 1, last + 1):
+        if read_entry(sequence, found) and found.left == 0:
+            return True
+    return False
+
+
+cdef void where_now(Packet *packet, int comm_id) noexcept nogil:
+    """Fill in where this rank is."""
+    cdef char text[400]
+    cdef Entry entry
+    cdef const Comm *comm = find_comm(comm_id)
+    cdef int64_t last = last_sequence()
+    cdef int64_t made = comm.collectives if comm != NULL else 0
+    packet.inside, packet.number, packet.seconds = 0, 0, 0
+    if oldest_inside(&entry):
+        packet.inside, packet.number = entry.comm, entry.number
+        packet.seconds = (clock_now() - entry.entered) * 1e-9
+        describe(&entry, text, sizeof(text))
+        snprintf(packet.key, KEY_SIZE, "in %s", text)
+    elif phase != NULL:
+        snprintf(packet.key, KEY_SIZE, "%s", phase)
+    elif last > 0 and read_entry(last, &entry):
+        packet.seconds = (clock_now() - entry.left) * 1e-9
+        describe(&entry, text, sizeof(text))
+        snprintf(packet.key, KEY_SIZE, "in no call; has entered %lld collectives of communicator "
+                 "%d; the last call was %s", <long long> made, comm_id, text)
+    else:
+        snprintf(packet.key, KEY_SIZE, "has made no call yet")
+
+
+cdef void take_packet(const Packet *packet) noexcept nogil:
+    cdef Packet reply
+    cdef int i
+    if packet.kind == SHOW_STACKS:
+        kill(getpid(), SIGUSR1)
+    elif packet.kind == QUESTION and 0 <= packet.rank < size:
+        memset(&reply, 0, sizeof(reply))
+        reply.token, reply.round, reply.kind, reply.rank = token, packet.round, ANSWER, rank
+        where_now(&reply, packet.comm)
+        channel_send(channel, places[packet.rank], &reply)
+    elif packet.kind == ANSWER and answers != NULL and packet.round == question:
+        for i in range(asked.size):
+            if asked.world[i] == packet.rank:
+                answers[i] = packet[0]
+
+
+cdef void listen(int milliseconds) noexcept nogil:
+    """Answer, and take answers, for so long."""
+    cdef int64_t end = clock_now() + milliseconds * <int64_t> 1000000
+    cdef int64_t left = milliseconds
+    cdef Packet packet
+    while left > 0:
+        if channel < 0:
+            sleep_milliseconds(<int> left)
+        elif channel_receive(channel, token, &packet, <int> left):
+            take_packet(&packet)
+        left = (end - clock_now()) // 1000000
+
+
+cdef int missing() noexcept nogil:
+    cdef int i
+    cdef int n = 0
+    for i in range(asked.size):
+        n += answers[i].kind != ANSWER
+    return n
+
+
+cdef void ask_all(int comm_id) noexcept nogil:
+    """Ask the ranks of a communicator where they are, and wait for the answers."""
+    cdef Packet packet
+    cdef int waited = 0
+    cdef int i
+    memset(&packet, 0, sizeof(packet))
+    packet.token, packet.round, packet.kind, packet.rank = token, question, QUESTION, rank
+    packet.comm = comm_id
+    while waited < ASKING and missing() > 0:
+        if waited % AGAIN == 0:
+            for i in range(asked.size):
+                if answers[i].kind != ANSWER:
+                    channel_send(channel, places[asked.world[i]], &packet)
+        listen(LOOK)
+        waited += LOOK
+
+
+cdef void say_ranks(const char *key, char *text, int room) noexcept nogil:
+    """Write the ranks (of the communicator) whose answer has this key, as ranges."""
+    cdef int used = 0
+    cdef int first = -1
+    cdef int i
+    cdef bint has
+    text[0] = 0
+    for i in range(asked.size + 1):
+        has = i < asked.size and strcmp(answers[i].key, key) == 0
+        if has and first < 0:
+            first = i
+        if not has and first >= 0:
+            if used < room - 40:
+                used += snprintf(text + used, room - used, "%s%d", b", " if used else b"", first) \
+                    if first == i - 1 else snprintf(
+                        text + used, room - used, "%s%d-%d", b", " if used else b"", first, i - 1)
+            first = -1
+
+
+cdef void write_report(const Entry *entry) noexcept nogil:
+    """Say on stderr what hangs, and where every rank of its communicator is."""
+    cdef char line[LINE]
+    cdef char ranks[200]
+    cdef char text[400]
+    cdef int i, j
+    describe(entry, text, sizeof(text))
+    snprintf(line, sizeof(line), "\ndistsolve: rank %d of %d has been in %s for %.1f s, longer than "
+             "the time-out of %.1f s.\nWhere the ranks of communicator %d are:\n", rank, size, text,
+             (clock_now() - entry.entered) * 1e-9, timeout * 1e-9, entry.comm)
+    write_text(STDERR, line)
+    for i in range(asked.size):
+        for j in range(i):
+            if strcmp(answers[i].key, answers[j].key) == 0:
+                break
+        else:
+            say_ranks(answers[i].key, ranks, sizeof(ranks))
+            if answers[i].kind != ANSWER:
+                snprintf(line, sizeof(line), "  rank %s: no answer: gone, or stopped\n", ranks)
+            elif answers[i].inside:
+                snprintf(line, sizeof(line), "  rank %s: %s, since %.1f s\n", ranks,
+                         answers[i].key, answers[i].seconds)
+            else:
+                snprintf(line, sizeof(line), "  rank %s: %s, %.1f s ago\n", ranks, answers[i].key,
+                         answers[i].seconds)
+            write_text(STDERR, line)
+
+
+cdef bint is_there(int i, const Entry *entry) noexcept nogil:
+    """Whether a rank is in the call that hangs."""
+    return answers[i].inside == entry.comm and answers[i].number == entry.number
+
+
+cdef void show_stacks(const Entry *entry) noexcept nogil:
+    """Let this rank, and some that are elsewhere, write their Python stacks and last calls."""
+    cdef Packet packet
+    cdef int shown = 0
+    cdef int i
+    if not stacks_known:
+        write_text(STDERR, "No Python stacks: the program has taken SIGUSR1.\n")
+        return
+    memset(&packet, 0, sizeof(packet))
+    packet.token, packet.kind, packet.rank = token, SHOW_STACKS, rank
+    kill(getpid(), SIGUSR1)
+    for i in range(asked.size):
+        if answers[i].kind == ANSWER and not is_there(i, entry) and shown < MOST_STACKS:
+            channel_send(channel, places[asked.world[i]], &packet)
+            shown += 1
+    listen(STACKS)
+
+
+cdef bint others_report(const Entry *entry) noexcept nogil:
+    """Whether a lower rank is in a call of the same communicator, and about to report."""
+    cdef int i
+    for i in range(asked.rank):
+        if (answers[i].kind == ANSWER and answers[i].inside == entry.comm
+                and answers[i].seconds > timeout * 1e-9 - 1):
+            return True
+    return False
+
+
+cdef void end_job() noexcept nogil:
+    write_text(STDERR, "distsolve: the watchdog ends the job.\n")
+    sleep_milliseconds(OUTPUT)
+    end_within(ABORTING)
+    if not constants.finalized and address[<int> ABORT] != NULL:
+        (<abort_t> address[<int> ABORT])(constants.world, 1)
+    _exit(1)
+
+
+cdef bint look_after(const Entry *entry, bint patient) noexcept nogil:
+    """Report a call that is overdue; False where that is left to another rank."""
+    global answers, asked, question
+    cdef const Comm *comm = find_comm(entry.comm)
+    cdef bint reports
+    if comm == NULL or comm.world == NULL:
+        return True
+    asked = comm
+    answers = <Packet *> calloc(comm.size, sizeof(Packet))
+    if answers == NULL:
+        return True
+    question = clock_now()
+    answers[comm.rank].kind, answers[comm.rank].rank = ANSWER, rank
+    where_now(&answers[comm.rank], entry.comm)
+    ask_all(entry.comm)
+    reports = not (patient and others_report(entry))
+    if reports:
+        write_report(entry)
+        show_stacks(entry)
+        if ends_job:
+            end_job()
+    free(answers)
+    answers = NULL
+    return reports
+
+
+cdef void *watch(void *unused) noexcept nogil:
+    """What the thread does."""
+    cdef int64_t reported = 0
+    cdef int64_t left_to_others = 0
+    cdef int64_t age
+    cdef Entry entry
+    while True:
+        listen(LOOK)
+        if timeout == 0 or not oldest_inside(&entry) or entry.sequence <= reported:
+            continue
+        age = clock_now() - entry.entered
+        if age < timeout or (
+                entry.sequence == left_to_others
+                and age < timeout + GRACE * <int64_t> 1000000000):
+            continue
+        if look_after(&entry, entry.sequence != left_to_others):
+            reported = entry.sequence
+        else:
+            left_to_others = entry.sequence
+
+
+def open_channel():
+    """Open the socket of this process; its port, in network order, or None."""
+    global channel
+    cdef uint16_t port = 0
+    channel = channel_open(&port)
+    return port if channel >= 0 else None
+
+
+def start(int this_rank, list ranks_at, uint64_t of_job, bint has_stacks):
+    """Start the thread. ``ranks_at``: address and port of each rank, as integers in network order.
+
+    ``has_stacks``: whether SIGUSR1 shows Python's stacks.
+    """
+    global rank, size, places, token, stacks_known, runs
+    rank, size, token, stacks_known = this_rank, len(ranks_at), of_job, has_stacks
+    places = <Place *> malloc(size * sizeof(Place))
+    if places == NULL:
+        raise MemoryError
+    for i, (host, port) in enumerate(ranks_at):
+        places[i].address, places[i].port = host, port
+    runs = start_detached(watch)
+    if not runs:
+        raise RuntimeError("The watchdog's thread could not be started.")
+
+
+def is_running():
+    """Whether the thread was started."""
+    return runs
+
+
+def set_limit(double seconds, bint end_the_job):
+    """Set after how many seconds a call is overdue (0: never), and whether that ends the job."""
+    global timeout, ends_job
+    timeout, ends_job = <int64_t> (seconds * 1e9), end_the_job
+
+
+def set_phase(bytes text):
+    """Say what this rank does from now on when it is in no call."""
+    global phase
+    phases.append(text)
+    phase = text

@@ -21,6 +21,7 @@ from distsolve.mpi import watchdog
 from distsolve.mpi.lifecycle import is_on
 from distsolve.mpi.native import (
     abi,
+    agreement,
     messages,
     movement,
     nonblocking,
@@ -77,6 +78,7 @@ def _load() -> Library:
         library = _bind_mpi()
     if is_on("DISTSOLVE_NO_IN_PLACE"):
         abi.set_in_place(False)
+    agreement.set_checking(is_on("DISTSOLVE_CHECK"))
     recorder.set_names(
         [name.encode() for name in abi.NAMES],
         _by_number({number: str(dtype) for dtype, (number, _) in DTYPES.items()}),

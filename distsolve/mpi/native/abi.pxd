@@ -2,8 +2,6 @@
 
 from libc.stdint cimport int64_t, intptr_t, uint64_t
 
-from distsolve.mpi.native.ffi cimport Error, Frame, fp_mode
-from distsolve.mpi.native.recorder cimport Entry
 
 # Handles are 32-bit integers in MPICH and pointers in Open MPI. Both are passed in integer
 # registers, and on x86-64 and aarch64 Linux a callee reads only the width that it declared, so one
@@ -56,11 +54,6 @@ ctypedef int (*test_t)(Handle *, int *, void *) noexcept nogil
 ctypedef int (*wait_t)(Handle *, void *) noexcept nogil
 ctypedef int (*abort_t)(Handle, int) noexcept nogil
 
-# The root or peer, and the operation, of a call that has none.
-cdef enum:
-    NO_PEER = -3
-    NO_OP = -3
-
 # Bytes kept for an MPI_Status; import refuses a library that needs more.
 cdef enum:
     MAX_STATUS = 128
@@ -76,14 +69,9 @@ cdef struct Comm:
     int size
     int64_t chunk       # bytes a reduction hands to MPI at a time
     int64_t collectives     # entered so far: the same on all ranks of a correct program
+    int line_warnings   # given so far in check mode
     int *world          # the ranks' numbers in the world
     bint alive
-
-# A call between `enter` and `leave`.
-cdef struct Visit:
-    fp_mode mode
-    Entry *entry
-    int64_t sequence
 
 # MPI_Status has no portable layout; the offsets of its public fields are measured at import.
 cdef struct StatusLayout:
@@ -114,15 +102,6 @@ cdef void *user_status(int64_t status_id) noexcept nogil
 cdef const char *identity(int64_t op, int dtype) noexcept nogil
 cdef int peer(int64_t rank) noexcept nogil
 cdef void count_call(Call call) noexcept nogil
-cdef Visit enter(
-    const Frame *frame, Call call, const Comm *comm, int64_t count, int64_t peer, int64_t op
-) noexcept nogil
-cdef void leave(Visit visit) noexcept nogil
-cdef bint in_use() noexcept nogil
+cdef const char *name_of(Call call) noexcept nogil
+cdef bint is_collective(Call call) noexcept nogil
 cdef bint serialized() noexcept nogil
-cdef bint ready(
-    Frame *frame, Call call, int64_t comm_id_at, Comm **comm, Error **answer
-) noexcept nogil
-cdef Error *check(
-    Frame *frame, Call call, int code, const Comm *comm, int64_t count, int64_t peer
-) noexcept nogil

@@ -5,29 +5,14 @@
 
 from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t, uintptr_t
-from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, malloc
 from libc.string cimport memcpy
-
-from distsolve.mpi.native.ffi cimport (
-    Error, Frame, ffi_answer_metadata, ffi_dtype, ffi_error, ffi_int, ffi_where,
-    fp_keep_subnormals, fp_restore, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
-    pthread_mutex_unlock,
-)
-from distsolve.mpi.native.recorder cimport (
-    current_site, dump, record, record_return, site_text,
-)
-
 
 cdef extern from *:
     """
     static void count_up(int64_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
-    static void count_down(int64_t *counter) { __atomic_fetch_sub(counter, 1, __ATOMIC_RELAXED); }
-    static int64_t now(int64_t *counter) { return __atomic_load_n(counter, __ATOMIC_RELAXED); }
     """
     void count_up(int64_t *counter) noexcept nogil
-    void count_down(int64_t *counter) noexcept nogil
-    int64_t now(int64_t *counter) noexcept nogil
 
 
 NAMES = (
@@ -51,8 +36,6 @@ cdef enum:
     N_OPS = 16
     BLOCK = 1024        # communicators and statuses are never reused: tables grow by blocks,
     N_BLOCKS = 4096     # which stay where they are while handlers read them
-    STDERR = 2
-    SHOWN = 16          # calls, after a failing one
 
 cdef Handle dtype_handles[N_DTYPES]
 cdef Handle op_handles[N_OPS]
@@ -64,10 +47,7 @@ for _index in range(<int> N_CALLS):
 cdef Comm *comm_blocks[N_BLOCKS]
 cdef void **status_blocks[N_BLOCKS]
 cdef int64_t calls[<int> N_CALLS]
-cdef int64_t inside = 0         # threads between `enter` and `leave`
 cdef bint lock_needed = False
-cdef pthread_mutex_t lock
-pthread_mutex_init(&lock, NULL)
 
 
 cdef Comm *find_comm(int64_t comm_id) noexcept nogil:
@@ -110,101 +90,17 @@ cdef void count_call(Call call) noexcept nogil:
     count_up(&calls[<int> call])
 
 
+cdef const char *name_of(Call call) noexcept nogil:
+    return names[<int> call]
+
+
 cdef bint is_collective(Call call) noexcept nogil:
     return call <= BARRIER or GATHERV <= call <= IALLREDUCE
-
-
-cdef int64_t where_of(const Frame *frame) noexcept nogil:
-    """Where in the user's program a call is; an eager one runs a program that does not know."""
-    cdef int64_t where = ffi_where(frame) if frame != NULL else 0
-    return where if where != 0 else current_site()
-
-
-cdef Visit enter(
-    const Frame *frame, Call call, const Comm *comm, int64_t count, int64_t peer, int64_t op
-) noexcept nogil:
-    """Begin to use MPI; below MPI_THREAD_MULTIPLE only one thread at a time may.
-
-    `frame` is NULL for a call outside any program.
-    """
-    cdef Visit visit
-    visit.entry = record(
-        call, ffi_dtype(frame) if frame != NULL else 0, comm.id,
-        &(<Comm *> comm).collectives if is_collective(call) else NULL,
-        where_of(frame), count, <int> peer, <int> op)
-    visit.sequence = visit.entry.sequence
-    if lock_needed:
-        pthread_mutex_lock(&lock)
-    count_up(&inside)
-    visit.mode = fp_keep_subnormals()
-    return visit
-
-
-cdef void leave(Visit visit) noexcept nogil:
-    """Undo `enter`."""
-    fp_restore(visit.mode)
-    count_down(&inside)
-    if lock_needed:
-        pthread_mutex_unlock(&lock)
-    record_return(visit.entry, visit.sequence)
-
-
-cdef bint in_use() noexcept nogil:
-    """Whether a thread is in a call of MPI's, which drives all that is outstanding."""
-    return now(&inside) > 0
 
 
 cdef bint serialized() noexcept nogil:
     """Whether MPI was initialised below MPI_THREAD_MULTIPLE."""
     return lock_needed
-
-
-cdef bint ready(
-    Frame *frame, Call call, int64_t comm_id_at, Comm **comm, Error **answer
-) noexcept nogil:
-    """Find the communicator of a frame; where no MPI call is to be made, say what to answer."""
-    cdef char text[256]
-    answer[0] = NULL
-    if ffi_answer_metadata(frame):
-        return False
-    comm[0] = find_comm(ffi_int(frame, comm_id_at))
-    if constants.finalized:
-        snprintf(text, sizeof(text), "%s was called after MPI_Finalize: finish all work that "
-                 "communicates before MPI is finalised.", names[<int> call])
-    elif comm[0] == NULL:
-        snprintf(text, sizeof(text), "%s was called on a communicator that has been freed: keep "
-                 "it alive as long as compiled functions use it.", names[<int> call])
-    else:
-        return True
-    answer[0] = ffi_error(frame, text)
-    return False
-
-
-cdef Error *check(
-    Frame *frame, Call call, int code, const Comm *comm, int64_t count, int64_t peer
-) noexcept nogil:
-    """Turn an MPI error code into an XLA error; `peer` is -3 where the call has none."""
-    cdef char mpi_text[1024]
-    cdef char peer_text[48]
-    cdef char text[1536]
-    cdef int length = 0
-    if code == 0:
-        return NULL
-    mpi_text[0] = 0
-    if code == ERR_NO_MEM:
-        return ffi_error(frame, "No memory for an MPI call's scratch space.")
-    (<error_string_t> address[<int> ERROR_STRING])(code, mpi_text, &length)
-    peer_text[0] = 0
-    if peer >= 0:
-        snprintf(peer_text, sizeof(peer_text), ", peer %lld", <long long> peer)
-    elif peer == -1:
-        snprintf(peer_text, sizeof(peer_text), ", peer ANY_SOURCE")
-    snprintf(text, sizeof(text),
-             "%s failed on rank %d of %d (communicator %d%s, %lld elements) at %s: %s",
-             names[<int> call], comm.rank, comm.size, comm.id, peer_text, <long long> count,
-             site_text(where_of(frame)), mpi_text)
-    dump(STDERR, comm.rank, SHOWN)
-    return ffi_error(frame, text)
 
 
 def bind(dict addresses):
@@ -273,7 +169,7 @@ def add_comm(int64_t comm_id, handle, int rank, list world, int64_t chunk):
         raise MemoryError
     for index, number in enumerate(world):
         comm.world[<int> index] = number
-    comm.chunk, comm.collectives, comm.alive = chunk, 0, True
+    comm.chunk, comm.collectives, comm.line_warnings, comm.alive = chunk, 0, 0, True
 
 
 def remove_comm(int64_t comm_id):

@@ -57,6 +57,14 @@ static inline int64_t ffi_count(const XLA_FFI_Buffer *buffer) {
   return count;
 }
 
+/* Elements of `n` operands together. */
+static inline int64_t ffi_counts(const XLA_FFI_CallFrame *frame, int64_t first, int64_t n) {
+  int64_t total = 0;
+  for (int64_t i = first; i < first + n; ++i)
+    total += ffi_count((const XLA_FFI_Buffer *)frame->args.args[i]);
+  return total;
+}
+
 /* Bytes per element; bool, 8-bit integers and 8-bit floats are all that is left over. */
 static inline int64_t ffi_item(int dtype) {
   switch (dtype) {

@@ -25,6 +25,7 @@ cdef extern from "ffi.h" nogil:
     int64_t ffi_where(const Frame *frame)
     int ffi_dtype(const Frame *frame)
     int64_t ffi_count(const Buffer *buffer)
+    int64_t ffi_counts(const Frame *frame, int64_t first, int64_t n)
     int64_t ffi_item(int dtype)
     int64_t ffi_bytes(const Buffer *buffer)
     void ffi_carry(Buffer *y, const Buffer *x)
@@ -41,8 +42,8 @@ cdef extern from "ffi.h" nogil:
     uint16_t float_to_float16(float value)
 
     enum:
-        XLA_FFI_DataType_S32, XLA_FFI_DataType_F16, XLA_FFI_DataType_BF16, XLA_FFI_DataType_F32
-        XLA_FFI_DataType_C64, XLA_FFI_DataType_C128
+        XLA_FFI_DataType_S32, XLA_FFI_DataType_S64, XLA_FFI_DataType_F16, XLA_FFI_DataType_BF16
+        XLA_FFI_DataType_F32, XLA_FFI_DataType_F64, XLA_FFI_DataType_C64, XLA_FFI_DataType_C128
 
     ctypedef struct pthread_mutex_t:
         pass

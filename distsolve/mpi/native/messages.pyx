@@ -9,11 +9,10 @@ from libc.stdio cimport snprintf
 from libc.string cimport memcpy
 
 from distsolve.mpi.native.abi cimport (
-    GET_ELEMENTS_X, MAX_STATUS, NO_OP, RECV, SEND, SENDRECV, Comm, Handle, Visit, address, check,
-    constants,
-    count_call, enter, get_elements_t, leave, peer, ready, recv_t, send_t, sendrecv_t,
-    status_layout, user_status,
+    GET_ELEMENTS_X, MAX_STATUS, RECV, SEND, SENDRECV, Comm, Handle, address, constants, count_call,
+    get_elements_t, peer, recv_t, send_t, sendrecv_t, status_layout, user_status,
 )
+from distsolve.mpi.native.calls cimport NO_OP, Visit, check, enter, leave, ready
 from distsolve.mpi.native.exchange cimport bytes_type, free_type
 from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_S32, Buffer, Error, Frame, capsule, ffi_arg, ffi_bytes, ffi_carry,
@@ -73,12 +72,12 @@ cdef Error *send(Frame *frame) noexcept nogil:
     cdef int count
     cdef int code = message_type(ffi_bytes(x), &count, &made)
     if code == 0:
-        visit = enter(frame, SEND, comm, ffi_count(x), ffi_int(frame, 1), NO_OP)
+        enter(frame, SEND, comm, ffi_count(x), ffi_int(frame, 1), NO_OP, &visit, &error)
         count_call(SEND)
         code = (<send_t> address[<int> SEND])(
             x.data, count, made if made != 0 else constants.byte,
             peer(ffi_int(frame, 1)), <int> ffi_int(frame, 2), comm.handle)
-        leave(visit)
+        leave(&visit)
     if made != 0:
         free_type(&made)
     return check(frame, SEND, code, comm, ffi_count(x), ffi_int(frame, 1))
@@ -102,12 +101,12 @@ cdef Error *recv(Frame *frame) noexcept nogil:
     cdef int code = message_type(ffi_bytes(y), &count, &made)
     ffi_carry(y, ffi_arg(frame, 0))
     if code == 0:
-        visit = enter(frame, RECV, comm, ffi_count(y), ffi_int(frame, 1), NO_OP)
+        enter(frame, RECV, comm, ffi_count(y), ffi_int(frame, 1), NO_OP, &visit, &error)
         count_call(RECV)
         code = (<recv_t> address[<int> RECV])(
             y.data, count, made if made != 0 else constants.byte,
             peer(ffi_int(frame, 1)), received_tag(ffi_int(frame, 3)), comm.handle, status)
-        leave(visit)
+        leave(&visit)
     if made != 0:
         free_type(&made)
     error = check(frame, RECV, code, comm, ffi_count(y), ffi_int(frame, 1))
@@ -135,14 +134,14 @@ cdef Error *sendrecv(Frame *frame) noexcept nogil:
         code = message_type(ffi_bytes(y), &n_received, &received)
     ffi_carry(y, ffi_arg(frame, 1))
     if code == 0:
-        visit = enter(frame, SENDRECV, comm, ffi_count(x), ffi_int(frame, 4), NO_OP)
+        enter(frame, SENDRECV, comm, ffi_count(x), ffi_int(frame, 4), NO_OP, &visit, &error)
         count_call(SENDRECV)
         code = (<sendrecv_t> address[<int> SENDRECV])(
             x.data, n_sent, sent if sent != 0 else constants.byte,
             peer(ffi_int(frame, 1)), <int> ffi_int(frame, 3),
             y.data, n_received, received if received != 0 else constants.byte,
             peer(ffi_int(frame, 4)), received_tag(ffi_int(frame, 2)), comm.handle, status)
-        leave(visit)
+        leave(&visit)
     if received != 0:
         free_type(&received)
     if sent != 0:

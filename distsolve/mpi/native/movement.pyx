@@ -8,10 +8,11 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 
 from distsolve.mpi.native.abi cimport (
-    ALLGATHER, ALLGATHERV, ALLTOALL, ALLTOALLW, BARRIER, ERR_NO_MEM, GATHER, GATHERV, NO_OP,
-    NO_PEER, SCATTER, SCATTERV, Call, Comm, Visit, address, allgatherv_t, barrier_t, check,
-    constants, count_call, enter, exchange_t, gatherv_t, leave, ready, rooted_t, scatterv_t,
+    ALLGATHER, ALLGATHERV, ALLTOALL, ALLTOALLW, BARRIER, ERR_NO_MEM, GATHER, GATHERV, SCATTER,
+    SCATTERV, Call, Comm, address, allgatherv_t, barrier_t, constants, count_call, exchange_t,
+    gatherv_t, rooted_t, scatterv_t,
 )
+from distsolve.mpi.native.calls cimport NO_OP, NO_PEER, Visit, check, enter, leave, ready
 from distsolve.mpi.native.exchange cimport Exchange, begin, finish
 from distsolve.mpi.native.ffi cimport (
     Buffer, Error, Frame, capsule, ffi_arg, ffi_bytes, ffi_carry, ffi_count, ffi_int, ffi_ints,
@@ -64,7 +65,9 @@ cdef Error *blocks(Frame *frame, Call call, int root_at) noexcept nogil:
         block //= comm.size
     if call == GATHER and comm.rank != root:
         ffi_carry(y, x)
-    cdef Visit visit = enter(frame, call, comm, count, root if root_at > 0 else NO_PEER, NO_OP)
+    cdef Visit visit
+    if not enter(frame, call, comm, count, root if root_at > 0 else NO_PEER, NO_OP, &visit, &error):
+        return error
     if block > constants.count_limit:
         code = large_blocks(call, comm, root, x, y, block)
     else:
@@ -76,7 +79,7 @@ cdef Error *blocks(Frame *frame, Call call, int root_at) noexcept nogil:
         else:
             code = (<exchange_t> address[<int> call])(
                 x.data, n, constants.byte, y.data, n, constants.byte, comm.handle)
-    leave(visit)
+    leave(&visit)
     return check(frame, call, code, comm, ffi_count(x), NO_PEER)
 
 
@@ -182,12 +185,14 @@ cdef Error *uneven(Frame *frame, Call call, int root_at) noexcept nogil:
     cdef int64_t count = total // ffi_item(x.dtype)
     if call == GATHERV and comm.rank != root:
         ffi_carry(y, x)
-    cdef Visit visit = enter(frame, call, comm, count, root if root_at > 0 else NO_PEER, NO_OP)
+    cdef Visit visit
+    if not enter(frame, call, comm, count, root if root_at > 0 else NO_PEER, NO_OP, &visit, &error):
+        return error
     if total > constants.count_limit:
         code = uneven_at_large(call, comm, root, x, y, rows, row)
     else:
         code = uneven_in_ints(call, comm, root, x, y, rows, row)
-    leave(visit)
+    leave(&visit)
     return check(frame, call, code, comm, ffi_count(x), NO_PEER)
 
 
@@ -218,12 +223,14 @@ cdef Error *alltoallv(Frame *frame) noexcept nogil:
     cdef int64_t row = row_bytes(x)
     cdef Exchange plan
     cdef int code = ERR_NO_MEM
-    cdef Visit visit = enter(frame, ALLTOALLW, comm, ffi_count(x), NO_PEER, NO_OP)
+    cdef Visit visit
+    if not enter(frame, ALLTOALLW, comm, ffi_count(x), NO_PEER, NO_OP, &visit, &error):
+        return error
     if begin(&plan, comm.size, x.data, y.data):
         lay_out(ffi_ints(frame, 2), row, comm.size, plan.send_bytes, plan.send_offsets)
         lay_out(ffi_ints(frame, 1), row, comm.size, plan.recv_bytes, plan.recv_offsets)
         code = finish(&plan, comm)
-    leave(visit)
+    leave(&visit)
     return check(frame, ALLTOALLW, code, comm, ffi_count(x), NO_PEER)
 
 
@@ -233,10 +240,12 @@ cdef Error *barrier(Frame *frame) noexcept nogil:
     cdef Error *error
     if not ready(frame, BARRIER, 0, &comm, &error):
         return error
-    cdef Visit visit = enter(frame, BARRIER, comm, 0, NO_PEER, NO_OP)
+    cdef Visit visit
+    if not enter(frame, BARRIER, comm, 0, NO_PEER, NO_OP, &visit, &error):
+        return error
     count_call(BARRIER)
     cdef int code = (<barrier_t> address[<int> BARRIER])(comm.handle)
-    leave(visit)
+    leave(&visit)
     return check(frame, BARRIER, code, comm, 0, NO_PEER)
 
 

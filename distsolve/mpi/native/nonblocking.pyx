@@ -14,12 +14,13 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from distsolve.mpi.native.abi cimport (
-    ERR_NO_MEM, IALLREDUCE, MAX_STATUS, NO_OP, NO_PEER, TEST, WAIT, Comm, Handle, Visit, address,
-    check, count_call, enter, icombine_t, in_use, leave, ready, serialized, test_t, wait_t,
+    ERR_NO_MEM, IALLREDUCE, MAX_STATUS, TEST, WAIT, Comm, Handle, address, count_call, icombine_t,
+    serialized, test_t, wait_t,
 )
+from distsolve.mpi.native.calls cimport NO_OP, NO_PEER, Visit, check, enter, in_use, leave, ready
 from distsolve.mpi.native.engine cimport Job, job_of, narrow, widen
 from distsolve.mpi.native.ffi cimport (
-    Error, Frame, capsule, ffi_arg, ffi_carry, ffi_count, ffi_error, ffi_int,
+    Error, Frame, capsule, ffi_arg, ffi_carry, ffi_count, ffi_counts, ffi_error, ffi_int,
     ffi_operands, ffi_ret, fp_keep_subnormals, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_t, pthread_mutex_unlock,
 )
@@ -112,14 +113,15 @@ cdef void test(Request *request) noexcept nogil:
     request.done = flag or request.code != 0
 
 
-cdef int complete(const Frame *frame, Request *request) noexcept nogil:
+cdef int complete(Frame *frame, Request *request) noexcept nogil:
     """Block until a request is done; no other thread may know it any more."""
     cdef char status[<int> MAX_STATUS]
     cdef Visit visit
+    cdef Error *never
     if not request.done:
-        visit = enter(frame, WAIT, request.comm, request.count, NO_PEER, NO_OP)
+        enter(frame, WAIT, request.comm, request.count, NO_PEER, NO_OP, &visit, &never)
         request.code = (<wait_t> address[<int> WAIT])(&request.handle, status)
-        leave(visit)
+        leave(&visit)
     return request.code
 
 
@@ -188,14 +190,6 @@ cdef Request *take(int64_t number, int64_t comm_id) noexcept nogil:
     return found
 
 
-cdef int64_t elements(Frame *frame, int64_t first, int64_t n) noexcept nogil:
-    cdef int64_t total = 0
-    cdef int64_t i
-    for i in range(first, first + n):
-        total += ffi_count(ffi_arg(frame, i))
-    return total
-
-
 # comm, count, op; `count` operands are the message, the others pass through
 cdef Error *iallreduce(Frame *frame) noexcept nogil:
     cdef Comm *comm
@@ -204,7 +198,7 @@ cdef Error *iallreduce(Frame *frame) noexcept nogil:
         return error
     cdef int64_t n = ffi_int(frame, 1)
     cdef Job job = job_of(frame, IALLREDUCE, comm, ffi_arg(frame, 0), ffi_int(frame, 2), 0, 0)
-    cdef Request *request = make_request(&job, elements(frame, 0, n))
+    cdef Request *request = make_request(&job, ffi_counts(frame, 0, n))
     cdef Visit visit
     cdef char *wire
     cdef int64_t i, count
@@ -218,14 +212,16 @@ cdef Error *iallreduce(Frame *frame) noexcept nogil:
             widen(&job, <char *> ffi_arg(frame, i).data, wire, count)
             wire += count * job.wire_item
         ffi_carry(ffi_ret(frame, i + 1), ffi_arg(frame, i))
-    visit = enter(frame, IALLREDUCE, comm, request.count, NO_PEER, job.op)
+    if not enter(frame, IALLREDUCE, comm, request.count, NO_PEER, job.op, &visit, &error):
+        free(request)
+        return error
     count_call(IALLREDUCE)
     code = (<icombine_t> address[<int> IALLREDUCE])(
         request.send, request.recv, <int> request.count, job.wire_type, job.wire_op, comm.handle,
         &request.handle)
     if code == 0:
         test(request)
-    leave(visit)
+    leave(&visit)
     error = check(frame, IALLREDUCE, code, comm, request.count, NO_PEER)
     if error != NULL:
         free(request)
@@ -242,7 +238,7 @@ cdef Error *wait(Frame *frame) noexcept nogil:
     if not ready(frame, WAIT, 0, &comm, &error):
         return error
     cdef int64_t n = ffi_int(frame, 1)
-    cdef int64_t wanted = elements(frame, 1, n)
+    cdef int64_t wanted = ffi_counts(frame, 1, n)
     cdef char text[200]
     cdef Job job = job_of(frame, IALLREDUCE, comm, ffi_arg(frame, 1), 0, 0, 0)
     cdef Request *request

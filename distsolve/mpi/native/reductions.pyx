@@ -7,12 +7,14 @@ larger program the ordering token is the last operand and the last result; no ha
 from libc.stdint cimport int64_t
 
 from distsolve.mpi.native.abi cimport (
-    ALLREDUCE, BCAST, EXSCAN, NO_OP, NO_PEER, REDUCE, REDUCE_SCATTER_BLOCK, SCAN, Call, Comm,
-    Visit, check, enter, leave, ready,
+    ALLREDUCE, BCAST, EXSCAN, REDUCE, REDUCE_SCATTER_BLOCK, SCAN, Call, Comm,
 )
+from distsolve.mpi.native.agreement cimport verify
+from distsolve.mpi.native.calls cimport NO_OP, NO_PEER, Visit, check, enter, leave, ready
 from distsolve.mpi.native.engine cimport Job, job_of, mirror, reduce_scatter, run
 from distsolve.mpi.native.ffi cimport (
-    Buffer, Error, Frame, capsule, ffi_arg, ffi_count, ffi_int, ffi_ret,
+    Buffer, Error, Frame, capsule, ffi_arg, ffi_count, ffi_counts, ffi_int, ffi_operands,
+    ffi_ret,
 )
 
 
@@ -24,12 +26,15 @@ cdef Error *combine(Frame *frame, Call call, int op_at, int root_at) noexcept no
         return error
     cdef int64_t op = ffi_int(frame, op_at) if op_at > 0 else NO_OP
     cdef int64_t root = ffi_int(frame, root_at) if root_at > 0 else NO_PEER
-    cdef int64_t count = ffi_count(ffi_arg(frame, 0))
+    cdef int64_t count = ffi_counts(frame, 0, ffi_operands(frame))
     job = job_of(frame, call, comm, ffi_arg(frame, 0), op, <int> root, ffi_int(frame, 0))
-    cdef Visit visit = enter(frame, call, comm, count, root, op)
+    cdef Visit visit
+    if not enter(frame, call, comm, count, root, op, &visit, &error):
+        return error
     cdef int code = run(&job)
-    leave(visit)
-    return check(frame, call, code, comm, count, NO_PEER)
+    leave(&visit)
+    error = check(frame, call, code, comm, count, NO_PEER)
+    return verify(frame, comm, visit.entry, &visit.canary) if error == NULL else error
 
 
 # chunk, comm, op
@@ -75,9 +80,11 @@ cdef Error *allreduce_symmetric(Frame *frame) noexcept nogil:
     job.n_segments = total // n
     job.src = <char *> x.data
     job.dst = <char *> ffi_ret(frame, 0).data
-    cdef Visit visit = enter(frame, ALLREDUCE, comm, total, NO_PEER, job.op)
+    cdef Visit visit
+    if not enter(frame, ALLREDUCE, comm, total, NO_PEER, job.op, &visit, &error):
+        return error
     code = run(&job)
-    leave(visit)
+    leave(&visit)
     for i in range(total // (n * n)):
         mirror(job.dst + i * n * n * job.item, n, job.dtype, job.item)
     return check(frame, ALLREDUCE, code, comm, total, NO_PEER)
@@ -92,10 +99,12 @@ cdef Error *reduce_scatter_block(Frame *frame) noexcept nogil:
     cdef Buffer *y = ffi_ret(frame, 0)
     cdef Job job = job_of(
         frame, REDUCE_SCATTER_BLOCK, comm, y, ffi_int(frame, 2), 0, ffi_int(frame, 0))
-    cdef Visit visit = enter(frame, REDUCE_SCATTER_BLOCK, comm, ffi_count(y), NO_PEER, job.op)
+    cdef Visit visit
+    if not enter(frame, REDUCE_SCATTER_BLOCK, comm, ffi_count(y), NO_PEER, job.op, &visit, &error):
+        return error
     cdef int code = reduce_scatter(
         &job, <char *> ffi_arg(frame, 0).data, <char *> y.data, ffi_count(y))
-    leave(visit)
+    leave(&visit)
     return check(frame, REDUCE_SCATTER_BLOCK, code, comm, ffi_count(y), NO_PEER)
 
 

@@ -3,6 +3,7 @@
 A solver sees only a `Space`. This is the one file of `distsolve.linalg` that knows of MPI.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -317,6 +318,26 @@ class Sharded(_OnRanks):
         """Return the sum of symmetric matrices, in place, by half their bytes. One message."""
         return H if self.ranks() == 1 else mpi.allreduce_symmetric(H, comm=self.comm)
 
+    def open(
+        self, vectors: Sequence[Any], inputs: jax.Array, here: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Return what a solve starts from; see `Space.open`.
+
+        In check mode (``DISTSOLVE_CHECK``) one message more, and a warning of rank 0 where the
+        pieces of the first vector are equal on all ranks: is it a copy of the whole?
+        """
+        here = self.rank_zero() if here is None else here
+        if self.ranks() > 1 and mpi.is_checking():
+            self._warn_of_copies(vectors[0], here)
+        return super().open(vectors, inputs, here)
+
+    def _warn_of_copies(self, x: Any, here: jax.Array) -> None:
+        places = jax.tree.map(lambda u: jnp.arange(u.size).reshape(u.shape).astype(u.dtype), x)
+        mark = trees.vdot(places, x)
+        largest, smallest = self.agree(jnp.stack([mark, -mark]))
+        copies = (largest == -smallest) & (mark != 0)
+        jax.debug.callback(_say_copies, copies & here)
+
     def begin(self, pairs: Sequence[tuple[Any, Any]], through: Any) -> tuple[Any, Any]:
         """Start the `dot` of ``pairs``; see `Space.begin`. One iallreduce; none at one rank."""
         if self.ranks() == 1:
@@ -379,3 +400,14 @@ class Sharded(_OnRanks):
 def _dots(pairs: Sequence[tuple[Any, Any]]) -> jax.Array:
     """Return this rank's part of ``Re <x, y>`` of each pair, stacked: (k,)."""
     return jnp.stack([trees.vdot(x, y) for x, y in pairs])
+
+
+def _say_copies(copies: Any) -> None:
+    if copies:
+        print(
+            "distsolve: a vector that is said to be sharded is equal on all ranks "
+            "(DISTSOLVE_CHECK). If each rank holds the whole vector, its products come out larger "
+            "by the number of ranks: use space=distsolve.Replicated().",
+            file=sys.stderr,
+            flush=True,
+        )

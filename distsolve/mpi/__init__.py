@@ -5,7 +5,7 @@ Importing this module neither initialises MPI nor creates a JAX backend; the fir
 
 from distsolve.mpi import lifecycle
 from distsolve.mpi.comm import set_chunk_bytes
-from distsolve.mpi.inspect import assert_in_place, call_count
+from distsolve.mpi.inspect import assert_in_place, call_count, is_checking
 from distsolve.mpi.messages import Status, recv, send, sendrecv
 from distsolve.mpi.movement import (
     allgather,
@@ -83,6 +83,7 @@ __all__ = [
     "gather",
     "gatherv",
     "iallreduce",
+    "is_checking",
     "prepare",
     "pvary",
     "rank",

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distsolve.mpi.native import abi
+from distsolve.mpi.native import abi, agreement
 
 # Bytes of tokens and loop counters, which XLA counts as temporaries: few in a small program, and
 # never as many as a donated array has.
@@ -18,6 +18,11 @@ _BOOKKEEPING, _MOST_BOOKKEEPING = 64, 1024
 def call_count() -> dict[str, int]:
     """Give the MPI calls made so far on this rank, by MPI function name."""
     return abi.call_counts()
+
+
+def is_checking() -> bool:
+    """Return whether check mode is on: ``DISTSOLVE_CHECK=1`` when MPI was first touched."""
+    return agreement.get_checking()
 
 
 def _nbytes(tree: Any) -> int:

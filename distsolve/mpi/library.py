@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import platform
 import sys
 import threading
@@ -78,7 +79,8 @@ def _load() -> Library:
         library = _bind_mpi()
     if is_on("DISTSOLVE_NO_IN_PLACE"):
         abi.set_in_place(False)
-    agreement.set_checking(is_on("DISTSOLVE_CHECK"))
+    if is_on("DISTSOLVE_CHECK"):
+        agreement.set_checking(True, lines=os.environ["DISTSOLVE_CHECK"] != "calls")
     recorder.set_names(
         [name.encode() for name in abi.NAMES],
         _by_number({number: str(dtype) for dtype, (number, _) in DTYPES.items()}),

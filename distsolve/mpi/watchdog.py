@@ -11,10 +11,11 @@ import socket
 import sys
 from typing import Any
 
-from distsolve.mpi.native import recorder
+from distsolve.mpi.native import agreement, recorder
 from distsolve.mpi.native import watchdog as native
 
 _ACTIONS = ("abort", "report")
+_CHECK_SECONDS = 60.0
 _STDERR = 2
 # Of the network that is reserved for documentation: nothing is sent there.
 _ELSEWHERE = ("192.0.2.1", 9)
@@ -42,6 +43,7 @@ def set_timeout(seconds: float | None, *, action: str = "abort") -> None:
     the others wait for it is no error: allow for that.
 
     ``DISTSOLVE_TIMEOUT`` (seconds) and ``DISTSOLVE_TIMEOUT_ACTION`` do the same from the start.
+    With ``DISTSOLVE_CHECK=1`` it is on from the start: 60 seconds, and no more than a report.
 
     Parameters
     ----------
@@ -89,6 +91,8 @@ def _checked(seconds: Any, action: Any, name: str, action_name: str) -> tuple[fl
 
 def _of_environment() -> tuple[float, str] | None:
     text = os.environ.get("DISTSOLVE_TIMEOUT", "")
+    if text == "" and agreement.get_checking():
+        return _CHECK_SECONDS, "report"
     if text in ("", "0"):
         return None
     try:

@@ -69,7 +69,6 @@ cdef struct Comm:
     int size
     int64_t chunk       # bytes a reduction hands to MPI at a time
     int64_t collectives     # entered so far: the same on all ranks of a correct program
-    int line_warnings   # given so far in check mode
     int *world          # the ranks' numbers in the world
     bint alive
 

@@ -169,7 +169,7 @@ def add_comm(int64_t comm_id, handle, int rank, list world, int64_t chunk):
         raise MemoryError
     for index, number in enumerate(world):
         comm.world[<int> index] = number
-    comm.chunk, comm.collectives, comm.line_warnings, comm.alive = chunk, 0, 0, True
+    comm.chunk, comm.collectives, comm.alive = chunk, 0, True
 
 
 def remove_comm(int64_t comm_id):

@@ -9,7 +9,7 @@ from libc.math cimport fabs, isfinite
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset, strcmp, strlen
+from libc.string cimport memset
 
 from distsolve.mpi.native.abi cimport (
     ALLGATHER, ALLREDUCE, ALLTOALLW, BCAST, REDUCE, Comm, address, combine_t, constants,
@@ -20,7 +20,7 @@ from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_S32, XLA_FFI_DataType_S64, Error, Frame, ffi_arg, ffi_count, ffi_error,
     ffi_ret,
 )
-from distsolve.mpi.native.recorder cimport Entry, describe, site_text, write_text
+from distsolve.mpi.native.recorder cimport Entry, describe, ranks_like, site_text
 
 
 cdef enum:
@@ -30,20 +30,25 @@ cdef enum:
     PARTS = CALL_PARTS + LINE_PARTS
     WORDS = 2 * PARTS + 2 * SAMPLES
     TEXT = 480
-    MOST_LINES = 12             # of a table, and warnings of a communicator
-    STDERR = 2
+    MOST_LINES = 12             # of a table
 
 cdef bint checking = False
+cdef bint comparing_lines = False
 
 
 cdef bint is_checking() noexcept nogil:
     return checking
 
 
-def set_checking(bint enabled):
-    """Turn check mode on or off: at the same place on all ranks."""
-    global checking
-    checking = enabled
+def set_checking(bint enabled, bint lines=True):
+    """Turn check mode on or off, and the comparison of lines: at the same place on all ranks."""
+    global checking, comparing_lines
+    checking, comparing_lines = enabled, lines
+
+
+def get_checking():
+    """Whether check mode is on."""
+    return checking
 
 
 cdef uint64_t mixed(uint64_t hash, int64_t value) noexcept nogil:
@@ -143,23 +148,25 @@ cdef Error *compare(
     for i in range(canary.n):
         canary.value[i], canary.size[i] = samples[2 * i], samples[2 * i + 1]
     if not are_equal(words, CALL_PARTS, comm.size):
-        return show(frame, comm, entry, True)
-    if not are_equal(words + 2 * CALL_PARTS, LINE_PARTS, comm.size):
-        if (<Comm *> comm).line_warnings < MOST_LINES:
-            (<Comm *> comm).line_warnings += 1
-            return show(frame, comm, entry, False)
+        return show(frame, comm, entry, "The ranks are about to make different MPI calls "
+                    "(DISTSOLVE_CHECK):")
+    if comparing_lines and not are_equal(words + 2 * CALL_PARTS, LINE_PARTS, comm.size):
+        return show(frame, comm, entry, "The ranks make the same MPI call from different lines "
+                    "(DISTSOLVE_CHECK). A call left out, or a branch that differs by rank? If it "
+                    "is meant, call once behind the branch, or set DISTSOLVE_CHECK=calls:")
     return NULL
 
 
 cdef Error *show(
-    Frame *frame, const Comm *comm, const Entry *entry, bint fails
+    Frame *frame, const Comm *comm, const Entry *entry, const char *title
 ) noexcept nogil:
-    """Give all ranks a table of what each is about to do: an error, or a warning of rank 0."""
+    """Answer a table of what each rank is about to do: the same on all ranks."""
     cdef char *texts = <char *> calloc(comm.size + 1, TEXT)
     cdef char report[8192]
+    cdef char ranks[200]
     cdef char *mine
-    cdef Error *error = NULL
-    cdef int used, i, j
+    cdef Error *error
+    cdef int used, i
     cdef int lines = 0
     if texts == NULL:
         return ffi_error(frame, "No memory for the table of a check.")
@@ -167,27 +174,13 @@ cdef Error *show(
     describe(entry, mine, TEXT)
     (<exchange_t> address[<int> ALLGATHER])(
         mine, TEXT, constants.byte, texts, TEXT, constants.byte, comm.handle)
-    used = snprintf(
-        report, sizeof(report), "%s",
-        b"The ranks are about to make different MPI calls (DISTSOLVE_CHECK):" if fails else
-        b"distsolve: one collective, called from different lines (DISTSOLVE_CHECK). It fits, so "
-        b"this is a warning: a branch that differs by rank?")
+    used = snprintf(report, sizeof(report), "%s", title)
     for i in range(comm.size):
-        for j in range(i):
-            if strcmp(texts + i * TEXT, texts + j * TEXT) == 0:
-                break
-        else:
+        if lines < MOST_LINES and ranks_like(texts, TEXT, comm.size, i, ranks, sizeof(ranks)):
+            used += snprintf(
+                report + used, sizeof(report) - used, "\n  rank %s: %s", ranks, texts + i * TEXT)
             lines += 1
-            if lines <= MOST_LINES:
-                used += snprintf(report + used, sizeof(report) - used, "\n  rank %d%s: %s", i,
-                                 b"" if comm.size == 2 else b" (and those like it)",
-                                 texts + i * TEXT)
-    if fails:
-        error = ffi_error(frame, report)
-    elif comm.rank == 0:
-        used = min(used, <int> sizeof(report) - 2)
-        report[used], report[used + 1] = 10, 0
-        write_text(STDERR, report)
+    error = ffi_error(frame, report)
     free(texts)
     return error
 

@@ -85,6 +85,7 @@ cdef bint enter(
     """
     cdef bint collective = is_collective(call)
     answer[0] = NULL
+    visit.canary.n = 0
     visit.entry = record(
         call, ffi_dtype(frame) if frame != NULL else 0, comm.id,
         &(<Comm *> comm).collectives if collective else NULL,

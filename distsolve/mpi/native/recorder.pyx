@@ -8,7 +8,7 @@ handler and a thread that looks after hanging calls can read it whatever the pro
 from libc.stdint cimport int64_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport malloc
-from libc.string cimport memcpy
+from libc.string cimport memcpy, strcmp
 
 
 cdef extern from * nogil:
@@ -168,6 +168,34 @@ cdef int describe(const Entry *entry, char *text, int size) noexcept nogil:
         name_in(call_names, entry.call), name_in(dtype_names, entry.dtype),
         <long long> entry.count, space, name_in(op_names, entry.op), peer, entry.comm, number,
         site_text(entry.where))
+
+
+cdef bint ranks_like(
+    const char *texts, int64_t stride, int n, int rank, char *ranks, int room
+) noexcept nogil:
+    """Write, as ranges, the ranks whose text is that of `rank`; False where a lower one has it."""
+    cdef const char *text = texts + rank * stride
+    cdef const char *comma = ""
+    cdef int used = 0
+    cdef int first = -1
+    cdef int i
+    cdef bint like
+    for i in range(n + 1):
+        like = i < n and strcmp(texts + i * stride, text) == 0
+        if like and i < rank:
+            return False
+        if like and first < 0:
+            first = i
+        if like or first < 0:
+            continue
+        if used < room - 40:
+            if first == i - 1:
+                used += snprintf(ranks + used, room - used, "%s%d", comma, first)
+            else:
+                used += snprintf(ranks + used, room - used, "%s%d-%d", comma, first, i - 1)
+        comma = ", "
+        first = -1
+    return True
 
 
 cdef void write_text(int descriptor, const char *text) noexcept nogil:

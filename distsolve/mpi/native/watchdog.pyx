@@ -7,11 +7,12 @@ datagrams. Of the ranks that are overdue in a call of one communicator the lowes
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memset, strcmp
+from libc.string cimport memset
 
 from distsolve.mpi.native.abi cimport ABORT, Comm, abort_t, address, constants, find_comm
 from distsolve.mpi.native.recorder cimport (
-    KEPT, Entry, clock_now, describe, last_sequence, read_entry, write_text,
+    KEPT, Entry, clock_now, describe, last_sequence, ranks_like, read_entry,
+    write_text,
 )
 
 
@@ -168,51 +169,39 @@ cdef void ask_all(int comm_id) noexcept nogil:
         waited += LOOK
 
 
-cdef void say_ranks(const char *key, char *text, int room) noexcept nogil:
-    """Write the ranks (of the communicator) whose answer has this key, as ranges."""
-    cdef int used = 0
-    cdef int first = -1
-    cdef int i
-    cdef bint has
-    text[0] = 0
-    for i in range(asked.size + 1):
-        has = i < asked.size and strcmp(answers[i].key, key) == 0
-        if has and first < 0:
-            first = i
-        if not has and first >= 0:
-            if used < room - 40:
-                used += snprintf(text + used, room - used, "%s%d", b", " if used else b"", first) \
-                    if first == i - 1 else snprintf(
-                        text + used, room - used, "%s%d-%d", b", " if used else b"", first, i - 1)
-            first = -1
-
-
 cdef void write_report(const Entry *entry) noexcept nogil:
     """Say on stderr what hangs, and where every rank of its communicator is."""
     cdef char line[LINE]
     cdef char ranks[200]
     cdef char text[400]
-    cdef int i, j
+    cdef int i
     describe(entry, text, sizeof(text))
     snprintf(line, sizeof(line), "\ndistsolve: rank %d of %d has been in %s for %.1f s, longer than "
              "the time-out of %.1f s.\nWhere the ranks of communicator %d are:\n", rank, size, text,
              (clock_now() - entry.entered) * 1e-9, timeout * 1e-9, entry.comm)
     write_text(STDERR, line)
     for i in range(asked.size):
-        for j in range(i):
-            if strcmp(answers[i].key, answers[j].key) == 0:
-                break
+        if not ranks_like(
+                answers[0].key, sizeof(Packet), asked.size, i, ranks, sizeof(ranks)):
+            continue
+        if answers[i].kind != ANSWER:
+            snprintf(line, sizeof(line), "  rank %s: no answer: gone, or stopped\n", ranks)
         else:
-            say_ranks(answers[i].key, ranks, sizeof(ranks))
-            if answers[i].kind != ANSWER:
-                snprintf(line, sizeof(line), "  rank %s: no answer: gone, or stopped\n", ranks)
-            elif answers[i].inside:
-                snprintf(line, sizeof(line), "  rank %s: %s, since %.1f s\n", ranks,
-                         answers[i].key, answers[i].seconds)
-            else:
-                snprintf(line, sizeof(line), "  rank %s: %s, %.1f s ago\n", ranks, answers[i].key,
-                         answers[i].seconds)
-            write_text(STDERR, line)
+            snprintf(line, sizeof(line), "  rank %s: %s, %s%.1f s%s\n", ranks, answers[i].key,
+                     before(answers[i].inside), answers[i].seconds, after(answers[i].inside))
+        write_text(STDERR, line)
+
+
+cdef const char *before(int inside) noexcept nogil:
+    if inside:
+        return "since "
+    return ""
+
+
+cdef const char *after(int inside) noexcept nogil:
+    if inside:
+        return ""
+    return " ago"
 
 
 cdef bint is_there(int i, const Entry *entry) noexcept nogil:

@@ -1,0 +1,184 @@
+"""Check mode: what does not fit raises on every rank with all sides in the text; the rest passes."""
+
+import ctypes
+
+import jax
+import jax.numpy as jnp
+import pytest
+from mpi4py import MPI
+from spmd import agree, ranks
+
+import distsolve
+from distsolve import mpi
+from distsolve.mpi import library
+from distsolve.mpi.native import abi, agreement
+
+
+@pytest.fixture(autouse=True)
+def checking():
+    """Turn check mode on for a test."""
+    agreement.set_checking(True)
+    yield
+    agreement.set_checking(False)
+
+
+@pytest.fixture
+def comm():
+    """Give a communicator of its own: after a fault its ranks count differently."""
+    made = MPI.COMM_WORLD.Dup()
+    mpi.prepare(made)
+    yield made
+    made.Free()
+
+
+def lines(comm, rank, size):
+    """Make one collective from two lines."""
+    if rank == size - 1:
+        return mpi.allreduce(jnp.ones(3), comm=comm)
+    return mpi.allreduce(jnp.ones(3), comm=comm)
+
+
+def swapped(comm, rank, size):
+    """Make two collectives in another order on the last rank."""
+    calls = [lambda: mpi.barrier(comm=comm), lambda: mpi.allreduce(jnp.ones(3), comm=comm)]
+    for call in reversed(calls) if rank == size - 1 else calls:
+        call()
+
+
+def missing(comm, rank, size):
+    """Leave a collective out on the last rank."""
+    if rank < size - 1:
+        mpi.allreduce(jnp.ones(3), comm=comm)
+    mpi.allreduce(jnp.ones(3), comm=comm)
+
+
+def extra(comm, rank, size):
+    """Make a collective more on the last rank; the others are at the next one."""
+    if rank == size - 1:
+        mpi.bcast(jnp.ones(2), 0, comm=comm)
+    mpi.allreduce(jnp.ones(3), comm=comm)
+
+
+# What differs by rank, and a word of each side.
+FAULTS = {
+    "count": (lambda c, r, n: mpi.allreduce(jnp.ones(4 + (r == n - 1)), comm=c), "[4]", "[5]"),
+    "size of a later leaf": (
+        lambda c, r, n: mpi.allreduce([jnp.ones(4), jnp.ones(2 + (r == n - 1))], comm=c),
+        "[6]",
+        "[7]",
+    ),
+    "dtype": (
+        lambda c, r, n: mpi.allreduce(
+            jnp.ones(4, jnp.int32 if r == n - 1 else jnp.float32), comm=c
+        ),
+        "float32[4]",
+        "int32[4]",
+    ),
+    "operation": (
+        lambda c, r, n: mpi.allreduce(jnp.ones(4), mpi.MAX if r == n - 1 else mpi.SUM, comm=c),
+        "SUM",
+        "MAX",
+    ),
+    "root": (lambda c, r, n: mpi.bcast(jnp.ones(4), int(r == n - 1), comm=c), "peer 0", "peer 1"),
+    "call": (
+        lambda c, r, n: (mpi.scan if r == n - 1 else mpi.allreduce)(jnp.ones(4), comm=c),
+        "MPI_Allreduce",
+        "MPI_Scan",
+    ),
+    "order": (swapped, "MPI_Barrier", "MPI_Allreduce"),
+    "missing": (missing, "different lines", f"{__file__}:"),
+    "lines": (lines, "different lines", f"{__file__}:"),
+    "extra": (extra, "MPI_Allreduce", "MPI_Bcast"),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_raises_on_every_rank(name, jitted, comm):
+    fault, *words = FAULTS[name]
+    me, size = ranks().rank, ranks().size
+    if size == 1:
+        fault(comm, 0, 2)  # nobody to differ from
+        return
+    run = (
+        jax.jit(lambda _: (fault(comm, me, size), 0)[1])
+        if jitted
+        else lambda _: fault(comm, me, size)
+    )
+    text = ""
+    try:
+        jax.block_until_ready(run(0))
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+    try:  # what followed in the same program must not disturb the next test
+        mpi.barrier(comm=MPI.COMM_SELF)
+    except jax.errors.JaxRuntimeError:
+        pass
+    others = "0" if size == 2 else f"0-{size - 2}"
+    agree("DISTSOLVE_CHECK" in text and all(word in text for word in words), text)
+    agree(f"rank {others}: " in text and f"rank {size - 1}: " in text, text)
+    agree(text.count(f" at {__file__}:") == 2, text)
+
+
+def test_lines_need_not_be_compared(comm):
+    agreement.set_checking(True, lines=False)
+    size = ranks().size
+    agree(lines(comm, ranks().rank, size)[0] == size)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "complex64", "bfloat16"])
+def test_right_results_pass(dtype, comm):
+    me, size = ranks().rank, ranks().size
+    x = (jnp.arange(1000) % 7 + me).astype(dtype)
+    total = mpi.allreduce(x, comm=comm)
+    agree(total[3] == 3 * size + size * (size - 1) // 2)
+    agree(jnp.all(mpi.bcast(x, size - 1, comm=comm) == x - me + size - 1))
+    agree(mpi.reduce(x, root=0, comm=comm)[0] == (size * (size - 1) // 2 if me == 0 else me))
+    agree(jnp.all(mpi.allreduce(jnp.full(5, jnp.nan), comm=comm) != 0))
+
+
+FUNCTION = ctypes.CFUNCTYPE(
+    ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int, *[ctypes.c_uint64] * 3
+)
+FAULTY = {"stale": lambda value: 0.5, "doubled": lambda value: 2 * value}
+
+
+@pytest.mark.parametrize("kind", FAULTY)
+def test_wrong_data_are_caught(kind, comm):
+    """An MPI that forgets the last element, or counts it twice."""
+    if ranks().size == 1:
+        return  # nothing is compared
+    addresses = library._addresses(library.load().MPI)
+    real = FUNCTION(addresses["MPI_Allreduce"])
+
+    def broken(send, recv, count, dtype, op, handle):
+        code = real(send, recv, count, dtype, op, handle)
+        if count == 1000:
+            last = (ctypes.c_float * count).from_address(recv)
+            last[count - 1] = FAULTY[kind](last[count - 1])
+        return code
+
+    function = FUNCTION(broken)
+    abi.bind(addresses | {"MPI_Allreduce": ctypes.cast(function, ctypes.c_void_p).value})
+    try:
+        mpi.allreduce(jnp.ones(1000, jnp.float32), comm=comm)
+        text = ""
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+    finally:
+        abi.bind(addresses)
+    agree("number 999 is" in text and "stale or doubled" in text, text)
+    agree(f"{__file__}:" in text and f"rank {ranks().rank} of" in text, text)
+
+
+def test_copies_in_a_sharded_space_are_a_warning(capfd):
+    me, size = ranks().rank, ranks().size
+    distsolve.cg(lambda v: 2 * v, jnp.arange(1.0, 9.0) + me, space=distsolve.Sharded())
+    jax.effects_barrier()
+    agree("equal on all ranks" not in capfd.readouterr().err)
+    distsolve.cg(lambda v: 2 * v, jnp.arange(1.0, 9.0), space=distsolve.Sharded())
+    jax.effects_barrier()
+    shown = capfd.readouterr().err
+    agree(("equal on all ranks" in shown) == (size > 1 and me == 0), shown)
+    agree(("Replicated" in shown) == (size > 1 and me == 0), shown)

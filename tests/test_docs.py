@@ -32,6 +32,7 @@ REFERENCE = (
     "krylov.md",
     "preconditioners.md",
     "sparse.md",
+    "initialize.md",
 )
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
 BLOCK = re.compile(r"^(?:<!-- (.+?) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

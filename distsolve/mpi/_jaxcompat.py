@@ -5,20 +5,24 @@ Supported: jax 0.10 to the newest. Where a name moved, it is looked up here once
 
 from __future__ import annotations
 
-from jax._src import core, dispatch, effects
+from jax._src import core, dispatch, effects, xla_bridge
+from jax._src.clusters import ClusterEnv
 from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
 from jax._src.source_info_util import is_user_filename
 
 __all__ = [
+    "ClusterEnv",
     "Primitive",
     "ShapedArray",
     "Zero",
     "abstract_token",
     "ad",
     "apply_primitive",
+    "ask_first",
     "batching",
     "forget_failed_tokens",
+    "has_backend",
     "instantiate_zero",
     "is_tracing",
     "is_undefined_primal",
@@ -41,6 +45,15 @@ abstract_token = core.abstract_token
 is_undefined_primal = ad.is_undefined_primal
 instantiate_zero = ad.instantiate_zeros
 zero_tangent = ad.p2tz
+has_backend = xla_bridge.backends_are_initialized
+
+
+def ask_first(cluster: type[ClusterEnv]) -> type[ClusterEnv]:
+    """Let ``jax.distributed`` ask a kind of cluster before all others; a new one comes last."""
+    kinds = ClusterEnv._cluster_types
+    kinds.remove(cluster)
+    kinds.insert(0, cluster)
+    return cluster
 
 
 class MPIEffect(effects.Effect):

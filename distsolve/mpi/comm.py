@@ -30,6 +30,8 @@ class Comm(NamedTuple):
     id: int
     rank: int
     size: int
+    local_rank: int  # among the ranks that share this one's node
+    local_size: int
 
 
 _world: Comm | None = None
@@ -112,37 +114,38 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
     duplicate = comm.Dup()
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)
     node = duplicate.Split_type(MPI.COMM_TYPE_SHARED)
-    one_node = node.Get_size() == duplicate.Get_size()
+    local_rank, local_size = node.Get_rank(), node.Get_size()
     node.Free()
-    chunk = wanted or (CHUNK_ON_ONE_NODE if one_node else CHUNK_ACROSS_NODES)
+    rank, size = duplicate.Get_rank(), duplicate.Get_size()
+    chunk = wanted or (CHUNK_ON_ONE_NODE if local_size == size else CHUNK_ACROSS_NODES)
     comm_id = duplicate.allreduce(_next_id, op=MPI.MAX)
     chunk = duplicate.allreduce(chunk, op=MPI.MAX)
     group, everyone = duplicate.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = group.Translate_ranks(None, everyone)
-    record = _publish(MPI._handleof(duplicate), comm_id, duplicate.Get_rank(), list(ranks), chunk)
+    world = list(group.Translate_ranks(None, everyone))
     group.Free()
     everyone.Free()
+    record = Comm(comm_id, rank, size, local_rank, local_size)
     _duplicates[record.id] = duplicate
     comm.Set_attr(_keyval, record)
+    _publish(MPI._handleof(duplicate), record, world, chunk)
     if comm == MPI.COMM_WORLD:
         watchdog.of_world(MPI, duplicate)
     return record
 
 
 def _publish_serial() -> Comm:
-    record = _publish(0, 0, 0, [0], CHUNK_ON_ONE_NODE)
+    record = _publish(0, Comm(0, 0, 1, 0, 1), [0], CHUNK_ON_ONE_NODE)
     watchdog.of_world(None, None)
     return record
 
 
-def _publish(handle: int, comm_id: int, rank: int, world: list[int], chunk: int) -> Comm:
+def _publish(handle: int, record: Comm, world: list[int], chunk: int) -> Comm:
     """Publish a communicator; ``world``: the numbers that its ranks have in the world."""
     global _next_id
-    _next_id = comm_id + 1
-    record = Comm(comm_id, rank, len(world))
-    abi.add_comm(comm_id, handle, rank, world, _chunk_override or chunk)
-    _by_id[comm_id] = record
-    _default_chunks[comm_id] = chunk
+    _next_id = record.id + 1
+    abi.add_comm(record.id, handle, record.rank, world, _chunk_override or chunk)
+    _by_id[record.id] = record
+    _default_chunks[record.id] = chunk
     return record
 
 

@@ -1,0 +1,205 @@
+"""``jax.distributed`` from mpi4py alone, and the GPU of each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from distsolve import mpi
+from distsolve.mpi._jaxcompat import has_backend
+from distsolve.mpi.comm import resolve
+from distsolve.rendezvous import meet
+
+DEVICE_LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+GPU_PLATFORMS = {"cuda", "rocm", "gpu"}
+
+
+def initialize(
+    comm: Any = None,
+    *,
+    interface: str | None = None,
+    timeout: float = 60.0,
+    local_device_ids: int | Sequence[int] | None = None,
+) -> None:
+    """Start ``jax.distributed`` on the ranks of a communicator, one JAX process for each rank.
+
+    Rank, size, node and address come from mpi4py; variables of a launcher are not read. A
+    communicator of one rank needs nothing, and nothing is done; nor is anything where
+    ``jax.distributed`` runs already. Proxies named in the environment are bypassed during the call.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm or None
+        None is the world. JAX's process index is the rank in `comm`.
+    interface : str, optional
+        Network interface of rank 0's node, such as ``"ib0"``, at which the other nodes reach it. By
+        default its host name says which; where all ranks share a node it is the loopback interface.
+    timeout : float
+        Seconds that each node has to reach rank 0, and then JAX to connect all ranks.
+    local_device_ids : int or sequence of int, optional
+        The GPUs of this rank, as ``jax.distributed.initialize`` takes them. By default the one that
+        `select_device` gives.
+
+    Raises
+    ------
+    ConnectionError
+        On all ranks, where a node does not reach rank 0 in time; it names the address.
+    RuntimeError
+        Where JAX has a backend already; where rank 0 has no address that other nodes could reach;
+        where there are too few GPUs for the ranks of a node.
+    ValueError
+        Where rank 0 has no such `interface`, or `timeout` is not positive.
+
+    Communication
+    -------------
+    Collective over `comm`: a broadcast and an allgather by MPI, and a connection from each rank to
+    rank 0.
+    """
+    if mpi.size(comm) == 1 or jax.distributed.is_initialized():
+        return
+    _refuse_late("initialize")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"`timeout` is {timeout!r}; expected a positive number of seconds.")
+    if local_device_ids is None:
+        select_device(comm)
+    record = resolve(comm)
+    address = meet(comm, interface=interface, timeout=timeout)
+    with without_proxies() as bypassed:
+        if bypassed and record.rank == 0:
+            print(
+                f"distsolve.initialize: {', '.join(bypassed)} bypassed while JAX connects to "
+                f"{address}",
+                file=sys.stderr,
+                flush=True,
+            )
+        jax.distributed.initialize(
+            address,
+            record.size,
+            record.rank,
+            local_device_ids=local_device_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=math.ceil(timeout),
+            coordinator_bind_address=address,
+        )
+
+
+def local_rank(comm: Any = None) -> int:
+    """Give this process's rank among the ranks of a communicator that share its node.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm or None
+        None is the world.
+
+    Communication
+    -------------
+    Collective over `comm` where this is its first use, as `distsolve.mpi.prepare`; later calls do
+    nothing.
+    """
+    return resolve(comm).local_rank
+
+
+def select_device(comm: Any = None) -> int | None:
+    """Let JAX see one GPU only, and give its number among those that this process sees.
+
+    A process that sees one GPU takes it: the launcher has chosen, or there is no choice. Otherwise
+    the rank with local rank k takes GPU k. Nothing is done where JAX has no GPU to use.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm or None
+        The ranks that share the GPUs of a node; None is the world.
+
+    Returns
+    -------
+    int or None
+        None where JAX has no GPU to use.
+
+    Raises
+    ------
+    RuntimeError
+        Where a process sees more than one GPU, but fewer than ranks share its node; where JAX has a
+        backend already.
+
+    Communication
+    -------------
+    That of `local_rank`.
+    """
+    _refuse_late("select_device")
+    record = resolve(comm)
+    visible = visible_gpus(os.environ) if _jax_uses_gpus() else 0
+    device = device_of(record.local_rank, record.local_size, visible)
+    if device is not None:
+        jax.config.update("jax_cuda_visible_devices", str(device))
+        jax.config.update("jax_rocm_visible_devices", str(device))
+    return device
+
+
+def device_of(local_rank: int, local_size: int, visible: int) -> int | None:
+    """Return the GPU of a rank, of `visible` ones, where `local_size` ranks share a node."""
+    if visible < 2:
+        return 0 if visible else None
+    if visible < local_size:
+        raise RuntimeError(
+            f"{local_size} ranks share a node, and each sees {visible} GPUs: start at most "
+            f"{visible} ranks on a node, or let the launcher give each rank one GPU of its own in "
+            f"{DEVICE_LISTS[0]}."
+        )
+    return local_rank
+
+
+def visible_gpus(environment: os._Environ[str] | dict[str, str], root: Path = Path("/")) -> int:
+    """Return how many GPUs a process sees: those that variables list, or all of NVIDIA's.
+
+    A list ends before its first negative number, as CUDA reads it.
+    """
+    lists = [environment[name] for name in DEVICE_LISTS if name in environment]
+    if lists:
+        return min(map(_listed, lists))
+    folders = ((root / "proc/driver/nvidia/gpus", "*"), (root / "dev", "nvidia[0-9]*"))
+    counts = [len(list(folder.glob(pattern))) for folder, pattern in folders]
+    # In a container one of the two may show what belongs to others.
+    return min(filter(None, counts), default=0)
+
+
+def _listed(devices: str) -> int:
+    names = [name.strip() for name in devices.split(",")]
+    end = next((k for k, name in enumerate(names) if not name or name[0] == "-"), len(names))
+    return 0 if names[0] == "NoDevFiles" else end
+
+
+def _jax_uses_gpus() -> bool:
+    """Whether JAX's platforms, or its plugins where none are named, include GPUs."""
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if platforms:
+        return not GPU_PLATFORMS.isdisjoint(platforms.split(","))
+    return any(entry_points(group="jax_plugins"))
+
+
+def _refuse_late(name: str) -> None:
+    if has_backend():
+        raise RuntimeError(
+            f"JAX has a backend already: distsolve.{name}() came too late to change it. Move the "
+            "call to the top of the program, before the first array, jax.devices(), random key or "
+            "jitted call, also those in modules that it imports."
+        )
+
+
+@contextlib.contextmanager
+def without_proxies() -> Iterator[list[str]]:
+    """Take the variables that gRPC reads as proxies out of the environment; give their names."""
+    saved = {name: text for name, text in os.environ.items() if name.lower().endswith("_proxy")}
+    for name in saved:
+        del os.environ[name]
+    try:
+        yield sorted(saved)
+    finally:
+        os.environ.update(saved)

@@ -5,10 +5,10 @@ import contextlib
 import sys
 
 from distsolve import mpi
-from distsolve.commands import solve
+from distsolve.commands import doctor, solve
 
 # Each has `add(subparsers)`, which sets `run`, a function of the options that returns the status.
-COMMANDS = (solve,)
+COMMANDS = (doctor, solve)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,11 +29,19 @@ def main(arguments: list[str] | None = None) -> int:
     for command in COMMANDS:
         command.add(subparsers)
     with contextlib.ExitStack() as stack:
-        if mpi.rank() != 0:  # all ranks read the same line: one of them explains what is wrong
+        if not _is_first():  # all ranks read the same line: one of them explains what is wrong
             stack.enter_context(contextlib.redirect_stdout(None))
             stack.enter_context(contextlib.redirect_stderr(None))
         options = parser.parse_args(arguments)
     return options.run(options)
+
+
+def _is_first():
+    """Whether this is rank 0. Where MPI cannot be used the command says why, on each process."""
+    try:
+        return mpi.rank() == 0
+    except (ImportError, RuntimeError, ValueError):
+        return True
 
 
 if __name__ == "__main__":

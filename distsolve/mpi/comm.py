@@ -65,6 +65,11 @@ def of_id(comm_id: int) -> Comm:
     return _by_id[comm_id]
 
 
+def default_chunk(comm_id: int) -> int:
+    """The bytes that a reduction hands to MPI at a time, where nothing was set by a call."""
+    return _default_chunks[comm_id]
+
+
 def executables_of(comm_id: int) -> dict[Any, Any]:
     """The compiled eager calls of a communicator, which go when it is freed."""
     return _executables.setdefault(comm_id, {})

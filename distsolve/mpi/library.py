@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from distsolve.mpi.launcher import warn_of_mismatch
 from distsolve.mpi import watchdog
 from distsolve.mpi.lifecycle import is_on
 from distsolve.mpi.native import (
@@ -47,6 +48,11 @@ class Library:
     proc_null: int
     max_tag: int
     op_of_handle: dict[int, Op]
+
+    @property
+    def name(self) -> str:
+        """The version in a few words, of a text that can fill a page."""
+        return " ".join(self.version.split("\n")[0].split()).partition(",")[0]
 
     def address_of(self, status: Any) -> int:
         """Where an ``MPI.Status`` lies in memory."""
@@ -167,7 +173,11 @@ def _bind_mpi() -> Library:
     _refuse_two_libraries(MPI, version)
     op_of_handle = {handle(getattr(MPI, op.name)): op for op in Op}
     max_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767  # what every MPI allows
-    return Library(MPI, version, MPI.ANY_SOURCE, MPI.ANY_TAG, MPI.PROC_NULL, max_tag, op_of_handle)
+    library = Library(
+        MPI, version, MPI.ANY_SOURCE, MPI.ANY_TAG, MPI.PROC_NULL, max_tag, op_of_handle
+    )
+    warn_of_mismatch(MPI.COMM_WORLD.Get_size(), library.name)
+    return library
 
 
 def _addresses(MPI: Any) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Check mode: whether the ranks are about to make the same call, and whether its result is right."""
+"""Check mode: whether the ranks are about to make one call, and whether its result is right."""
 
 from libc.stdint cimport int64_t
 

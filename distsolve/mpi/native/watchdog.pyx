@@ -176,8 +176,8 @@ cdef void write_report(const Entry *entry) noexcept nogil:
     cdef char text[400]
     cdef int i
     describe(entry, text, sizeof(text))
-    snprintf(line, sizeof(line), "\ndistsolve: rank %d of %d has been in %s for %.1f s, longer than "
-             "the time-out of %.1f s.\nWhere the ranks of communicator %d are:\n", rank, size, text,
+    snprintf(line, sizeof(line), "\ndistsolve: rank %d of %d has been in %s for %.1f s, longer "
+             "than the time-out of %.1f s.\nWhere the ranks of communicator %d are:\n", rank, size, text,
              (clock_now() - entry.entered) * 1e-9, timeout * 1e-9, entry.comm)
     write_text(STDERR, line)
     for i in range(asked.size):

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from distsolve.mpi.launcher import warn_of_mismatch
 from distsolve.mpi import watchdog
+from distsolve.mpi.launcher import warn_of_mismatch
 from distsolve.mpi.lifecycle import is_on
 from distsolve.mpi.native import (
     abi,

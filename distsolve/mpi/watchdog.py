@@ -126,8 +126,8 @@ def _start(MPI: Any, world: Any) -> None:
     homes, addresses, ports, tokens = zip(*world.allgather(mine), strict=True)
     if None in ports:
         raise RuntimeError(
-            f"rank {ports.index(None)} has no UDP socket for the watchdog: allow it, or run without "
-            "a time-out."
+            f"rank {ports.index(None)} has no UDP socket for the watchdog: allow it, or run "
+            "without a time-out."
         )
     hosts = [
         "127.0.0.1" if there == home else address

@@ -1,4 +1,4 @@
-"""Check mode: what does not fit raises on every rank with all sides in the text; the rest passes."""
+"""Check mode: what does not fit raises on every rank, with all sides in the text."""
 
 import contextlib
 import ctypes

@@ -1,7 +1,8 @@
 """The watchdog: a thread that looks for calls that do not come back, and says where every rank is.
 
 It holds no lock of Python's or MPI's, so it works whatever hangs. Ranks ask each other through
-datagrams. Of the ranks that are overdue in a call of one communicator the lowest writes the report.
+datagrams. Of the ranks that are overdue in a call the lowest writes the report; the others follow
+after some seconds, if the job has not ended.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
@@ -177,8 +178,8 @@ cdef void write_report(const Entry *entry) noexcept nogil:
     cdef int i
     describe(entry, text, sizeof(text))
     snprintf(line, sizeof(line), "\ndistsolve: rank %d of %d has been in %s for %.1f s, longer "
-             "than the time-out of %.1f s.\nWhere the ranks of communicator %d are:\n", rank, size, text,
-             (clock_now() - entry.entered) * 1e-9, timeout * 1e-9, entry.comm)
+             "than the time-out of %.1f s.\nWhere the ranks of communicator %d are:\n", rank,
+             size, text, (clock_now() - entry.entered) * 1e-9, timeout * 1e-9, entry.comm)
     write_text(STDERR, line)
     for i in range(asked.size):
         if not ranks_like(
@@ -227,11 +228,11 @@ cdef void show_stacks(const Entry *entry) noexcept nogil:
     listen(STACKS)
 
 
-cdef bint others_report(const Entry *entry) noexcept nogil:
-    """Whether a lower rank is in a call of the same communicator, and about to report."""
+cdef bint others_report() noexcept nogil:
+    """Whether a lower rank is overdue in a call, too, and about to report."""
     cdef int i
     for i in range(asked.rank):
-        if (answers[i].kind == ANSWER and answers[i].inside == entry.comm
+        if (answers[i].kind == ANSWER and answers[i].inside
                 and answers[i].seconds > timeout * 1e-9 - 1):
             return True
     return False
@@ -261,7 +262,7 @@ cdef bint look_after(const Entry *entry, bint patient) noexcept nogil:
     answers[comm.rank].kind, answers[comm.rank].rank = ANSWER, rank
     where_now(&answers[comm.rank], entry.comm)
     ask_all(entry.comm)
-    reports = not (patient and others_report(entry))
+    reports = not (patient and others_report())
     if reports:
         write_report(entry)
         show_stacks(entry)

@@ -6,6 +6,10 @@ The XYZ file is in angstrom, energies are in hartree. The walkers are split over
 parameters are optimised by stochastic reconfiguration with `distsolve.natural_gradient`, by the
 method that ``--method`` names; the last line gives the energy, its standard error and, where the
 file states it, the exact value.
+
+With ``--checkpoint FILE`` a run that was interrupted, at whatever moment, goes on from FILE when it
+is started again with the same options on the same number of ranks. With the same versions on the
+same machine it then gives the same energies, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -22,15 +27,17 @@ from jax.flatten_util import ravel_pytree
 from tqdm import tqdm
 from vmc import estimate, optimizer
 from vmc.plot import plot_convergence
+from vmc.progress import Progress, agreed, resume, save
 from vmc.sampler import initial_walkers, share
 from vmc.wavefunction import initial_parameters, log_psi
-from vmc.xyz import Molecule, MoleculeError, read_xyz
+from vmc.xyz import Molecule, read_xyz
 
 import distsolve.mpi as mpi
 from distsolve import plan
 from distsolve.linalg import UpdateInfo
 
 MEASUREMENTS = 20  # per walker between two updates of the second progress bar
+METHODS = ("cg", "dense", "kernel")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -55,17 +62,28 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers (0)")
     parser.add_argument(
         "--method",
-        choices=["cg", "dense", "kernel", "auto"],
+        choices=[*METHODS, "auto"],
         default="cg",
         help="how the linear systems are solved (cg); auto shows its plan",
     )
     parser.add_argument("--charge", type=int, help="total charge, instead of the file's")
     parser.add_argument("--output", type=Path, help="PNG (FILE's name with _convergence.png)")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="file to write, and to go on from if it exists"
+    )
+    parser.add_argument("--every", type=_positive, help="steps between two checkpoints (10)")
+    parser.add_argument(
+        "--restart", action="store_true", help="begin anew, ignoring the checkpoint"
+    )
     parser.add_argument("--quick", action="store_true", help="20 steps of 200 walkers, for a test")
     options = parser.parse_args(arguments)
+    for name, value in {"--every": options.every, "--restart": options.restart}.items():
+        if value and not options.checkpoint:
+            parser.error(f"{name}: it belongs to --checkpoint FILE; add that or leave {name} out")
     options.steps = options.steps or (20 if options.quick else 300)
     options.walkers = options.walkers or (200 if options.quick else 2000)
     options.measurements = MEASUREMENTS * (2 if options.quick else 20)
+    options.every = options.every or 10
     options.output = options.output or Path(options.file.stem + "_convergence.png")
     if options.walkers < 2:
         parser.error("--walkers 1: the error bar needs at least 2 walkers")
@@ -81,62 +99,92 @@ def _positive(text: str) -> int:
     return value
 
 
-def load(options: argparse.Namespace) -> Molecule:
-    """Read the molecule on all ranks, or end all of them with one message.
+def settings_of(options: argparse.Namespace, molecule: Molecule) -> dict:
+    """What decides the energies of a run to the last bit.
 
     Parameters
     ----------
     options : argparse.Namespace
         As from `parse_arguments`.
+    molecule : Molecule
+        Its nuclei and its charge count, not the name of its file.
 
     Returns
     -------
-    Molecule
+    dict
+        Names as the user knows them, and values.
     """
-    molecule, message = None, ""
-    try:
-        molecule = read_xyz(options.file, options.charge)
-    except MoleculeError as error:
-        message = str(error)
-    # The file may be missing on one node only: then the other ranks must not go on and wait.
-    failed = np.zeros(mpi.size(), np.int32)
-    failed[mpi.rank()] = bool(message)
-    failed = np.asarray(mpi.allreduce(failed))
-    if failed.any():
-        if mpi.rank() == int(np.argmax(failed)):
-            print(f"error: {message}", file=sys.stderr, flush=True)
-        raise SystemExit(2)
-    return molecule
+    nuclei = zip(molecule.symbols, molecule.positions.tolist(), strict=True)
+    return {
+        "ranks": mpi.size(),
+        "molecule": ", ".join(f"{symbol} at {position}" for symbol, position in nuclei),
+        "charge": molecule.charge,
+        "dtype": str(jax.dtypes.canonicalize_dtype(float)),
+        "--seed": options.seed,
+        "--walkers": options.walkers,
+        "--steps": options.steps,
+        "--method": options.method,
+        "measurements per walker": options.measurements,
+    }
 
 
-def optimise(state: optimizer.State, improve, steps: int) -> tuple[optimizer.State, np.ndarray]:
+def choose(options: argparse.Namespace, parameters: int) -> str:
+    """The method of all solves; where it is left to the program, rank 0 shows the plan.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        As from `parse_arguments`.
+    parameters : int
+        Of the wave function.
+
+    Returns
+    -------
+    str
+        One of `METHODS`.
+    """
+    if options.method != "auto":
+        return options.method
+    choice = plan(options.walkers, parameters, iterations=optimizer.CG_ITERATIONS)
+    if mpi.rank() == 0:
+        print(choice, flush=True)
+    return choice.method
+
+
+def optimise(progress: Progress, improve, keep: Callable, every: int) -> Progress:
     """Run the optimisation with a progress bar on rank 0.
 
     Parameters
     ----------
-    state : optimizer.State
+    progress : Progress
         The start.
     improve : callable
         ``improve(state, rate, shift)``, jitted.
-    steps : int
-        How often.
+    keep : callable
+        ``keep(progress)``, called before every step whose number `every` divides.
+    every : int
+        Steps between two of these calls.
 
     Returns
     -------
-    state : optimizer.State
-    history : (steps, 3) array
-        Energy, error and variance of each step.
+    Progress
+        After all steps.
     """
-    history = []
-    bar = tqdm(range(steps), desc="optimise", disable=mpi.rank() != 0)
+    steps, done = len(progress.history), int(progress.steps)
+    history = np.array(progress.history)
+    bar = tqdm(
+        range(done, steps), desc="optimise", initial=done, total=steps, disable=mpi.rank() != 0
+    )
     for k in bar:
-        state, report = improve(state, *optimizer.schedule(k, steps))
-        history.append((float(report.energy), float(report.error), float(report.variance)))
+        if k % every == 0:
+            keep(progress)
+        state, report = improve(progress.state, *optimizer.schedule(k, steps))
+        history[k] = report.energy, report.error, report.variance
         # The energy is reduced, so that all ranks leave here or none.
-        if not np.isfinite(history[-1][0]):
+        if not np.isfinite(history[k, 0]):
             bar.close()
             sys.exit(
-                f"error: the energy of step {k + 1} is {history[-1][0]}; expected a finite number. "
+                f"error: the energy of step {k + 1} is {history[k, 0]}; expected a finite number. "
                 "Try another --seed or more --walkers."
                 if mpi.rank() == 0
                 else 1
@@ -146,7 +194,8 @@ def optimise(state: optimizer.State, improve, steps: int) -> tuple[optimizer.Sta
             f"accepted {float(report.acceptance):.0%}",
             refresh=False,
         )
-    return state, np.array(history)
+        progress = progress._replace(state=state, steps=np.array(k + 1), history=history)
+    return progress
 
 
 def solver(update: UpdateInfo) -> str:
@@ -164,15 +213,17 @@ def solver(update: UpdateInfo) -> str:
     return update.method if update.solve is None else f"CG {int(update.solve.iterations)}"
 
 
-def evaluate(state: optimizer.State, extend, measurements: int) -> tuple[float, float]:
+def evaluate(progress: Progress, extend, keep: Callable, measurements: int) -> tuple[float, float]:
     """Measure the energy with frozen parameters, with a progress bar on rank 0.
 
     Parameters
     ----------
-    state : optimizer.State
-        The end of the optimisation.
+    progress : Progress
+        The end of the optimisation, or later.
     extend : callable
         ``extend(chains, theta, step, reference)``, jitted.
+    keep : callable
+        ``keep(progress)``, called before each update of the bar.
     measurements : int
         Per walker.
 
@@ -181,10 +232,21 @@ def evaluate(state: optimizer.State, extend, measurements: int) -> tuple[float, 
     energy, error : float
         In hartree.
     """
-    chains = estimate.start_chains(state.walkers)
-    bar = tqdm(range(0, measurements, MEASUREMENTS), desc="evaluate", disable=mpi.rank() != 0)
+    state, done = progress.state, int(progress.measured)
+    bar = tqdm(
+        range(done, measurements, MEASUREMENTS),
+        desc="evaluate",
+        initial=done // MEASUREMENTS,
+        total=measurements // MEASUREMENTS,
+        disable=mpi.rank() != 0,
+    )
     for _ in bar:
+        keep(progress)
+        chains = estimate.Chains(progress.state.walkers, progress.sums, progress.measured)
         chains, energy, error = extend(chains, state.theta, state.step, state.energy)
+        progress = progress._replace(
+            state=state._replace(walkers=chains.walkers), sums=chains.sums, measured=chains.measured
+        )
         bar.set_postfix_str(f"E = {energy:.6f} +- {error:.6f} Ha", refresh=False)
     return float(energy), float(error)
 
@@ -200,30 +262,45 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     jax.config.update("jax_enable_x64", True)
     begin = time.perf_counter()
-    molecule = load(options)
+    # The file may be missing on one node only: then the other ranks must not go on and wait.
+    molecule = agreed(read_xyz, options.file, options.charge)
 
     parameter_key, walker_key = jax.random.split(jax.random.key(options.seed))
     parameters = jax.jit(initial_parameters, static_argnums=1)(parameter_key, molecule)
     theta, unravel = ravel_pytree(parameters)
     physics = {"log_psi": lambda theta, x: log_psi(unravel(theta), x, molecule)}
     physics["molecule"] = molecule
-    shares = [share(options.walkers, rank, mpi.size()) for rank in range(mpi.size())]
-    walkers = jax.jit(initial_walkers, static_argnums=(1, 2))(
-        walker_key, molecule, shares[mpi.rank()]
+    counts = tuple(len(share(options.walkers, rank, mpi.size())) for rank in range(mpi.size()))
+    mine = share(options.walkers, mpi.rank(), mpi.size())
+    walkers = jax.jit(initial_walkers, static_argnums=(1, 2))(walker_key, molecule, mine)
+    start = jax.jit(partial(optimizer.start, **physics))
+    progress = Progress(
+        state=jax.eval_shape(start, theta, walkers),
+        method=np.array(0),
+        steps=np.array(0),
+        history=np.zeros((options.steps, 3)),
+        sums=np.zeros(len(mine)),
+        measured=np.zeros(()),
     )
-    if options.method == "auto":  # measured here: inside jit nothing may be sent
-        table = str(plan(options.walkers, theta.size, iterations=optimizer.CG_ITERATIONS))
-        if mpi.rank() == 0:
-            print(table, flush=True)
-    state = jax.jit(partial(optimizer.start, **physics))(theta, walkers)
-    solving = {"method": options.method, "counts": tuple(map(len, shares))}
+
+    keep, saved = lambda progress: None, None
+    if options.checkpoint:
+        where = (options.checkpoint, settings_of(options, molecule), counts)
+        keep = partial(save, *where)
+        saved = None if options.restart else resume(*where, progress)
+    if saved is None:
+        method = np.array(METHODS.index(choose(options, theta.size)))
+        progress = progress._replace(state=start(theta, walkers), method=method)
+    else:
+        progress = saved
+
+    solving = {"method": METHODS[int(progress.method)], "counts": counts}
     improve = jax.jit(partial(optimizer.improve, **physics, **solving), donate_argnums=0)
     extend = jax.jit(partial(estimate.extend, **physics, n_measurements=MEASUREMENTS))
-
-    state, history = optimise(state, improve, options.steps)
-    energy, error = evaluate(state, extend, options.measurements)
+    progress = optimise(progress, improve, keep, options.every)
+    energy, error = evaluate(progress, extend, keep, options.measurements)
     if mpi.rank() == 0:
-        plot_convergence(options.output, molecule.name, history, molecule.exact)
+        plot_convergence(options.output, molecule.name, progress.history, molecule.exact)
         seconds = time.perf_counter() - begin
         print(
             f"{molecule.name}: {theta.size} parameters, {options.walkers} walkers on "

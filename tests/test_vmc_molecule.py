@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from spmd import EXAMPLES, agree, assert_allclose, load_example, ranks
+from spmd import EXAMPLES, agree, assert_allclose, assert_equal, load_example, ranks
 
 MOLECULES = EXAMPLES / "molecules"
 
 
+MODULES = ("estimate", "hamiltonian", "optimizer", "progress", "sampler", "wavefunction", "xyz")
 load_example("vmc")
-estimate, hamiltonian, optimizer, sampler, wavefunction, xyz = (
-    importlib.import_module(f"vmc.{name}")
-    for name in ("estimate", "hamiltonian", "optimizer", "sampler", "wavefunction", "xyz")
+estimate, hamiltonian, optimizer, progress, sampler, wavefunction, xyz = (
+    importlib.import_module(f"vmc.{name}") for name in MODULES
 )
 
 
@@ -342,6 +342,52 @@ def test_error_bar_is_the_scatter_of_the_chains():
     assert_allclose(error, chains.std(ddof=1) / np.sqrt(len(chains)), rtol=1e-10)
 
 
+# Checkpoints, of which `tests/jobs/test_checkpoint.py` has the kills
+
+
+def test_all_of_a_run_comes_back_to_its_rank(tmp_path, capsys):
+    size, rank = ranks().size, ranks().rank
+    counts = tuple((4 - 2 * r) % 5 for r in range(size))
+    mine = range(sum(counts[:rank]), sum(counts[: rank + 1]))
+    generator = np.random.default_rng(rank)
+    same = np.random.default_rng(9)
+    walkers = initial_walkers(jax.random.key(5), H2, mine)._replace(moves=jnp.uint32(2**32 - 1))
+    state = optimizer.State(
+        theta=jnp.asarray(same.normal(size=3)),
+        walkers=walkers,
+        step=jnp.float64(0.1),
+        direction=jnp.asarray(same.normal(size=3)),
+        energy=jnp.float64(np.nan),
+        deviation=jnp.float64(-0.0),
+    )
+    run = progress.Progress(
+        state=state,
+        method=np.array(2),
+        steps=np.array(1),
+        history=same.normal(size=(2, 3)),
+        sums=jnp.asarray(generator.normal(size=len(mine))),
+        measured=jnp.float64(20),
+    )
+    where = (tmp_path / "run.ckpt", {"--seed": 5}, counts)
+    agree(progress.resume(*where, run) is None)
+    progress.save(*where, run)
+    again = progress.resume(*where, run)
+    agree(capsys.readouterr().out.count("resumed after 1 of 2 steps and 20 ") == (rank == 0))
+    agree(jax.tree.structure(again) == jax.tree.structure(run))
+    for got, want in zip(*map(jax.tree.leaves, (again, run)), strict=True):
+        if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+            got, want = jax.random.key_data(got), jax.random.key_data(want)
+        assert_equal(got, want)
+
+
+def test_bad_checkpoint_ends_all_ranks(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        progress.agreed(progress.checkpoint.write, tmp_path / "nowhere/run.ckpt", {}, {})
+    agree(caught.value.code == 2)
+    errors = capsys.readouterr().err
+    agree(errors.count("cannot be written (No such file") == (ranks().rank == 0), errors)
+
+
 # The program
 
 
@@ -363,11 +409,28 @@ def test_summary(program):
 
 
 @pytest.mark.once
-def test_options(program):
+def test_options(program, capsys):
     quick = program.parse_arguments(["folder/h2.xyz", "--quick", "--steps", "7"])
     agree((quick.steps, quick.walkers, str(quick.output)) == (7, 200, "h2_convergence.png"))
-    with pytest.raises(SystemExit):
-        program.parse_arguments(["h2.xyz", "--walkers", "1"])
+    agree((quick.checkpoint, quick.every) == (None, 10))
+    for wrong in (["--walkers", "1"], ["--every", "2"], ["--restart"]):
+        with pytest.raises(SystemExit):
+            program.parse_arguments(["h2.xyz", *wrong])
+        agree(f"{wrong[0]}" in capsys.readouterr().err.splitlines()[-1])
+
+
+@pytest.mark.once
+def test_settings_are_what_decides_the_energies(program):
+    def settings(*options, molecule=H2):
+        return program.settings_of(program.parse_arguments(["h2.xyz", *options]), molecule)
+
+    alone = settings()
+    agree(settings("--output", "x.png", "--checkpoint", "x", "--every", "3") == alone)
+    agree(settings(molecule=molecule_of(["H", "H"], H2.positions)) == alone)
+    others = [settings(*option.split()) for option in ("--seed 1", "--walkers 7", "--steps 7")]
+    others += [settings("--method", "dense"), settings("--quick", "--walkers", "2000")]
+    others += [settings(molecule=LIH), settings(molecule=molecule_of(["H", "H"], H2.positions, 1))]
+    agree(all(other != alone for other in others))
 
 
 @pytest.mark.once

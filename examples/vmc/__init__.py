@@ -2,5 +2,7 @@
 
 `xyz` reads the molecule, `wavefunction` and `hamiltonian` are the physics of one walker,
 `sampler` moves the walkers of one rank, and `optimizer` and `estimate` hold the only
-communication: global averages through `distsolve.mpi.allreduce` and SR through `distsolve.cg`.
+communication of the computation: global averages through `distsolve.mpi.allreduce` and SR through
+`distsolve.natural_gradient`. `checkpoint` is the file of a run that can go on, and `progress`
+brings there what the ranks hold.
 """

@@ -24,22 +24,6 @@ class Chains(NamedTuple):
     measured: jax.Array  # scalar: measurements in each sum
 
 
-def start_chains(walkers: Walkers) -> Chains:
-    """Chains that have measured nothing.
-
-    Parameters
-    ----------
-    walkers : Walkers
-        Of this rank, in equilibrium.
-
-    Returns
-    -------
-    Chains
-    """
-    zero = jnp.zeros((), walkers.x.dtype)
-    return Chains(walkers, jnp.zeros(len(walkers.x), walkers.x.dtype), zero)
-
-
 def extend(
     chains: Chains,
     theta: jax.Array,

@@ -178,15 +178,15 @@ def cells(options: argparse.Namespace) -> list[Cell]:
 
 
 def run_all(matrix: list[Cell], options: argparse.Namespace) -> Counter[str]:
-    """Run all cells, those of one rank side by side, and return the sum of their numbers."""
+    """Run all cells, jobs and those of one rank side by side; return the sum of their numbers."""
     total: Counter[str] = Counter()
 
     def run(cell: Cell) -> tuple[Cell, Finished]:
         return cell, cell.run(options.pytest, options.seconds)
 
     with ThreadPoolExecutor(cores()) as pool:
-        alone = [cell for cell in matrix if cell.ranks == 1]
-        others = [cell for cell in matrix if cell.ranks != 1]
+        alone = [cell for cell in matrix if cell.ranks < 2]
+        others = [cell for cell in matrix if cell.ranks > 1]
         for cell, done in chain(pool.map(run, alone), map(run, others)):
             found = counts(done)
             report(cell, done, found)

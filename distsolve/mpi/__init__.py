@@ -45,6 +45,7 @@ from distsolve.mpi.ops import (
     scan,
     size,
 )
+from distsolve.mpi.profiling import Profile, profile
 from distsolve.mpi.trace import Call, trace
 from distsolve.mpi.watchdog import set_timeout
 from distsolve.mpi.wildcards import ANY_SOURCE, ANY_TAG, PROC_NULL
@@ -67,6 +68,7 @@ __all__ = [
     "SUM",
     "Call",
     "Op",
+    "Profile",
     "Request",
     "Status",
     "allgather",
@@ -85,6 +87,7 @@ __all__ = [
     "iallreduce",
     "is_checking",
     "prepare",
+    "profile",
     "pvary",
     "rank",
     "recv",

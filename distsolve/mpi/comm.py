@@ -70,6 +70,11 @@ def default_chunk(comm_id: int) -> int:
     return _default_chunks[comm_id]
 
 
+def duplicate_of(comm_id: int) -> Any:
+    """Our duplicate of a communicator, for messages of our own; None where there is no MPI."""
+    return _duplicates.get(comm_id)
+
+
 def executables_of(comm_id: int) -> dict[Any, Any]:
     """The compiled eager calls of a communicator, which go when it is freed."""
     return _executables.setdefault(comm_id, {})

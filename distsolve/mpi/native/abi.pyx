@@ -172,6 +172,12 @@ def add_comm(int64_t comm_id, handle, int rank, list world, int64_t chunk):
     comm.chunk, comm.collectives, comm.alive = chunk, 0, True
 
 
+def world_of(int64_t comm_id):
+    """The numbers that the ranks of a communicator have in the world; None where it was freed."""
+    cdef const Comm *comm = find_comm(comm_id)
+    return None if comm == NULL else [comm.world[i] for i in range(comm.size)]
+
+
 def remove_comm(int64_t comm_id):
     """Make every later call on this communicator fail."""
     cdef Comm *comm = find_comm(comm_id)

@@ -7,8 +7,12 @@ handler and a thread that looks after hanging calls can read it whatever the pro
 
 from libc.stdint cimport int64_t
 from libc.stdio cimport snprintf
-from libc.stdlib cimport malloc
+from libc.stdlib cimport malloc, realloc
 from libc.string cimport memcpy, strcmp
+
+from distsolve.mpi.native.ffi cimport (
+    pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
+)
 
 
 cdef extern from * nogil:
@@ -86,6 +90,12 @@ cdef const char *dtype_names[N_NAMES]
 cdef const char *op_names[N_NAMES]
 cdef object owner_of_names = None
 cdef int this_rank = 0
+cdef Entry *profiled = NULL     # all calls since `start_profile`, in the order of their ends
+cdef int64_t n_profiled = 0
+cdef int64_t room_profiled = 0
+cdef int64_t profiling = 0
+cdef pthread_mutex_t profile_lock
+pthread_mutex_init(&profile_lock, NULL)
 cdef int64_t eager_site = 0     # of the call that the user's thread makes outside any program
 
 
@@ -114,6 +124,24 @@ cdef void record_return(Entry *entry, int64_t sequence) noexcept nogil:
     """End an entry, unless a newer one has its place already."""
     if entry.sequence == sequence:
         put(&entry.left, clock_ns())
+        if peek(&profiling):
+            profile(entry)
+
+
+cdef void profile(const Entry *entry) noexcept nogil:
+    """Keep a call for good; where there is no memory for more, later ones are not kept."""
+    global profiled, n_profiled, room_profiled
+    cdef Entry *more
+    pthread_mutex_lock(&profile_lock)
+    if n_profiled == room_profiled:
+        more = <Entry *> realloc(profiled, 2 * (room_profiled + 512) * sizeof(Entry))
+        if more != NULL:
+            profiled = more
+            room_profiled = 2 * (room_profiled + 512)
+    if n_profiled < room_profiled:
+        profiled[n_profiled] = entry[0]
+        n_profiled += 1
+    pthread_mutex_unlock(&profile_lock)
 
 
 cdef bint read_entry(int64_t sequence, Entry *copy) noexcept nogil:
@@ -153,8 +181,12 @@ cdef int describe(const Entry *entry, char *text, int size) noexcept nogil:
     """Write what a call is, as a person reads it: name, data, communicator, line."""
     cdef char peer[48]
     cdef char number[48]
+    cdef char data[64]
     cdef const char *space = ""
-    peer[0] = number[0] = 0
+    peer[0] = number[0] = data[0] = 0
+    if name_in(dtype_names, entry.dtype)[0] != 0 or entry.count > 0:
+        snprintf(data, sizeof(data), " %s[%lld]", name_in(dtype_names, entry.dtype),
+                 <long long> entry.count)
     if entry.op >= 0:
         space = " "
     if entry.peer >= 0:
@@ -164,10 +196,8 @@ cdef int describe(const Entry *entry, char *text, int size) noexcept nogil:
     if entry.number > 0:
         snprintf(number, sizeof(number), ", collective %lld", <long long> entry.number)
     return snprintf(
-        text, size, "%s %s[%lld]%s%s%s (communicator %d%s) at %s",
-        name_in(call_names, entry.call), name_in(dtype_names, entry.dtype),
-        <long long> entry.count, space, name_in(op_names, entry.op), peer, entry.comm, number,
-        site_text(entry.where))
+        text, size, "%s%s%s%s%s (communicator %d%s) at %s", name_in(call_names, entry.call), data,
+        space, name_in(op_names, entry.op), peer, entry.comm, number, site_text(entry.where))
 
 
 cdef bint ranks_like(
@@ -291,4 +321,21 @@ def entries():
     for sequence in range(max(last - KEPT, 0) + 1, last + 1):
         if read_entry(sequence, &copy):
             found.append(copy)
+    return found
+
+
+def start_profile():
+    """Keep every call from now on."""
+    global n_profiled
+    n_profiled = 0
+    put(&profiling, 1)
+
+
+def end_profile():
+    """Keep no more, and return the calls since `start_profile`, as `entries` does."""
+    cdef int64_t i
+    put(&profiling, 0)
+    pthread_mutex_lock(&profile_lock)
+    found = [profiled[i] for i in range(n_profiled)]
+    pthread_mutex_unlock(&profile_lock)
     return found

@@ -8,7 +8,7 @@ after some seconds, if the job has not ended.
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memset
+from libc.string cimport memset, strcmp
 
 from distsolve.mpi.native.abi cimport ABORT, Comm, abort_t, address, constants, find_comm
 from distsolve.mpi.native.recorder cimport (
@@ -116,11 +116,18 @@ cdef void where_now(Packet *packet, int comm_id) noexcept nogil:
         snprintf(packet.key, KEY_SIZE, "has made no call yet")
 
 
+cdef void show_own_stacks() noexcept nogil:
+    cdef char line[64]
+    snprintf(line, sizeof(line), "rank %d: its Python stacks, then its last calls\n", rank)
+    write_text(STDERR, line)
+    kill(getpid(), SIGUSR1)
+
+
 cdef void take_packet(const Packet *packet) noexcept nogil:
     cdef Packet reply
     cdef int i
     if packet.kind == SHOW_STACKS:
-        kill(getpid(), SIGUSR1)
+        show_own_stacks()
     elif packet.kind == QUESTION and 0 <= packet.rank < size:
         memset(&reply, 0, sizeof(reply))
         reply.token, reply.round, reply.kind, reply.rank = token, packet.round, ANSWER, rank
@@ -205,12 +212,7 @@ cdef const char *after(int inside) noexcept nogil:
     return " ago"
 
 
-cdef bint is_there(int i, const Entry *entry) noexcept nogil:
-    """Whether a rank is in the call that hangs."""
-    return answers[i].inside == entry.comm and answers[i].number == entry.number
-
-
-cdef void show_stacks(const Entry *entry) noexcept nogil:
+cdef void show_stacks() noexcept nogil:
     """Let this rank, and some that are elsewhere, write their Python stacks and last calls."""
     cdef Packet packet
     cdef int shown = 0
@@ -220,9 +222,10 @@ cdef void show_stacks(const Entry *entry) noexcept nogil:
         return
     memset(&packet, 0, sizeof(packet))
     packet.token, packet.kind, packet.rank = token, SHOW_STACKS, rank
-    kill(getpid(), SIGUSR1)
+    show_own_stacks()
     for i in range(asked.size):
-        if answers[i].kind == ANSWER and not is_there(i, entry) and shown < MOST_STACKS:
+        if answers[i].kind == ANSWER and shown < MOST_STACKS and strcmp(
+                answers[i].key, answers[asked.rank].key) != 0:
             channel_send(channel, places[asked.world[i]], &packet)
             shown += 1
     listen(STACKS)
@@ -265,7 +268,7 @@ cdef bint look_after(const Entry *entry, bint patient) noexcept nogil:
     reports = not (patient and others_report())
     if reports:
         write_report(entry)
-        show_stacks(entry)
+        show_stacks()
         if ends_job:
             end_job()
     free(answers)

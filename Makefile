@@ -31,6 +31,12 @@ ENDS ?= lowest newest
 MPI ?= mpich,openmpi
 RANKS ?= lowest=1,2,3,0 newest=2,0
 ARGS ?=
+# The programs of `make fuzz`, from a new seed each time, or PROGRAM of them alone; the solves of
+# `make soak`.
+EXAMPLES ?= 500
+SEED ?= $(shell date +%s)
+PROGRAM ?=
+SOLVES ?= 10000
 # What `make bench` compares.
 COMPARE ?= primitives solvers
 ENVIRONMENT_lowest := .venv
@@ -38,12 +44,14 @@ ENVIRONMENT_newest := .venv-newest
 # RANKS=2 alone stands for every end.
 RANK_OPTIONS = $(foreach choice,$(RANKS),--ranks $(if $(findstring =,$(choice)),,all=)$(choice))
 
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test fuzz soak lint bench docs clean
 
 help:
 	@echo "make demo    the main job on 2 ranks: the energy of H2 by variational Monte Carlo"
 	@echo "make test    all tests, on 1, 2 and 3 ranks, under MPICH and Open MPI"
 	@echo "             fewer: make test ENDS=lowest MPI=mpich RANKS=2 ARGS='tests/mpi -k scan'"
+	@echo "make fuzz    random programs, compared with a serial oracle: make fuzz EXAMPLES=2000 RANKS=2"
+	@echo "make soak    many solves in one job, in which nothing may grow: make soak SOLVES=10000"
 	@echo "make lint    ruff, cython-lint, mypy, codespell"
 	@echo "make bench   the comparisons with mpi4jax, C, jax.scipy, lineax, NumPy and PETSc"
 	@echo "             fewer: make bench COMPARE=solvers ARGS='--rows 1,6'"
@@ -57,6 +65,18 @@ test: $(foreach end,$(ENDS),$(ENVIRONMENT_$(end))/.ready) $(if $(findstring open
 	.venv/bin/python tests/run.py $(foreach end,$(ENDS),--env $(end)=$(ENVIRONMENT_$(end))) \
 		--absent "newest=no Python 3.12 or newer runs on this machine" \
 		--mpi $(MPI) $(RANK_OPTIONS) $(if $(ARGS),-- $(ARGS))
+
+fuzz soak: RANKS = 2
+
+# One program that fails ends the run, and is printed with the command that repeats it.
+fuzz: .venv/.ready
+	echo "$(EXAMPLES) programs of seed $(SEED) on $(RANKS) ranks"
+	$(LIMITS) DISTSOLVE_FUZZ_EXAMPLES=$(EXAMPLES) DISTSOLVE_FUZZ_SEED=$(SEED) \
+		$(if $(PROGRAM),DISTSOLVE_FUZZ_PROGRAM=$(PROGRAM)) .venv/bin/mpiexec -n $(RANKS) \
+		.venv/bin/python -m pytest -q tests/mpi/test_random_programs.py
+
+soak: .venv/.ready
+	$(LIMITS) .venv/bin/mpiexec -n $(RANKS) .venv/bin/python tests/jobs/soak.py $(SOLVES)
 
 lint: .venv/.ready
 	export PATH="$$PWD/.venv/bin:$$PATH"

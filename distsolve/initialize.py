@@ -63,11 +63,10 @@ def initialize(
     Collective over `comm`: a broadcast and an allgather by MPI, and a connection from each rank to
     rank 0.
     """
+    _check(interface, timeout, local_device_ids)
     if mpi.size(comm) == 1 or jax.distributed.is_initialized():
         return
     _refuse_late("initialize")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"`timeout` is {timeout!r}; expected a positive number of seconds.")
     if local_device_ids is None:
         select_device(comm)
     record = resolve(comm)
@@ -89,6 +88,31 @@ def initialize(
             initialization_timeout=math.ceil(timeout),
             coordinator_bind_address=address,
         )
+
+
+def _check(interface: Any, timeout: Any, local_device_ids: Any) -> None:
+    if interface is not None and not isinstance(interface, str):
+        raise TypeError(
+            f"`interface` is {interface!r}; expected the name of a network interface, such as "
+            "'ib0', or None."
+        )
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout < math.inf:
+        raise ValueError(f"`timeout` is {timeout!r}; expected a positive number of seconds.")
+    devices = local_device_ids
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        wrong = not all(_is_device(device) for device in devices)
+    else:
+        wrong = devices is not None and not _is_device(devices)
+    if wrong:
+        raise ValueError(
+            f"`local_device_ids` is {devices!r}; expected the number of a GPU, a sequence of "
+            "numbers, or None."
+        )
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def local_rank(comm: Any = None) -> int:
@@ -133,8 +157,8 @@ def select_device(comm: Any = None) -> int | None:
     -------------
     That of `local_rank`.
     """
-    _refuse_late("select_device")
     record = resolve(comm)
+    _refuse_late("select_device")
     visible = visible_gpus(os.environ) if _jax_uses_gpus() else 0
     device = device_of(record.local_rank, record.local_size, visible)
     if device is not None:

@@ -27,11 +27,32 @@ def as_vector(b, name="b"):
     return jax.tree.map(_strong, b)
 
 
+def array(value, name, path=()):
+    """Return ``value`` as an array; raise unless it is one, or numbers that make one."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(_no_array(value, name, path)) from None
+
+
+def require_arrays(tree, name):
+    """Raise unless the leaves are arrays or numbers, of dtypes that JAX has."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = _dtype(leaf)
+        if dtype is None or dtype.kind in "OSUMm":
+            raise TypeError(_no_array(leaf, name, path))
+
+
+def _no_array(value, name, path):
+    found = f"dtype {value.dtype}" if hasattr(value, "dtype") else type(value).__name__
+    return (
+        f"`{name}`{where(path)} must be an array of numbers: got {found}. Pass one of JAX or NumPy."
+    )
+
+
 def like_b(x, b, name):
     """Return ``x`` with arrays as leaves; raise unless it is a vector like ``b``."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-        if _dtype(leaf) is None:
-            raise TypeError(f"`{name}`{where(path)} must be an array: got {type(leaf).__name__}.")
+    require_arrays(x, name)
     require_same(jax.tree.map(_strong, x), b, f"`{name}`", f"Make `{name}` a vector like `b`.")
     return jax.tree.map(_strong, x)
 
@@ -76,25 +97,32 @@ def one_array(J):
             f"`J` must be one array of shape (n, P): got a {type(J).__name__} of {len(leaves)} "
             f"arrays. {_MAKE_J}"
         )
-    return jnp.asarray(J)
+    J = array(J, "J")
+    if J.ndim != 2 or not jnp.issubdtype(J.dtype, jnp.inexact):
+        raise TypeError(_wrong_J("floats", J))
+    return J
 
 
 def log_derivatives(J):
     """Return ``J`` as an array; raise unless it is (n, P) of one of the `DTYPES`."""
     J = one_array(J)
-    if J.ndim != 2 or str(J.dtype) not in DTYPES:
-        raise TypeError(
-            f"`J` must have shape (n, P) and a dtype of {', '.join(DTYPES)}: got {J.dtype} of "
-            f"shape {J.shape}. {_MAKE_J}"
-        )
+    if str(J.dtype) not in DTYPES:
+        raise TypeError(_wrong_J(", ".join(DTYPES), J))
     return J
+
+
+def _wrong_J(dtypes, J):
+    return (
+        f"`J` must have shape (n, P) and a dtype of {dtypes}: got {J.dtype} of shape {J.shape}. "
+        f"{_MAKE_J}"
+    )
 
 
 _MAKE_J = "Make it with `distsolve.jacobian(log_psi, params, samples)`."
 
 
 def tolerance(value, name, dtype):
-    """Return a tolerance as a scalar of ``dtype``; raise if it is known to be negative."""
+    """Return a tolerance as a scalar; raise if it is known to be negative or not finite."""
     found = None if isinstance(value, (bool, np.bool_)) else _dtype(value)
     real = found is not None and (
         jnp.issubdtype(found, jnp.floating) or jnp.issubdtype(found, jnp.integer)
@@ -103,19 +131,27 @@ def tolerance(value, name, dtype):
         raise TypeError(
             f"`{name}` must be one real number: got {value!r}. Pass a float such as 1e-5."
         )
-    if not isinstance(value, jax.core.Tracer) and not value >= 0:
-        raise ValueError(f"`{name}` must be at least 0: got {value}. 0 turns this criterion off.")
+    if not isinstance(value, jax.core.Tracer) and not 0 <= value < np.inf:
+        raise ValueError(
+            f"`{name}` must be at least 0 and finite: got {value}. 0 turns this criterion off."
+        )
     return jnp.asarray(value).astype(dtype)
 
 
 def real_array(value, name, dtype, *shapes):
-    """Return a real array as ``dtype``; raise unless it has one of the ``shapes``."""
-    value = jnp.asarray(value)
+    """Return a real array as ``dtype``; raise unless it has one of the ``shapes``.
+
+    Numbers that are not in an array of JAX are settings, and must be finite. What a program has
+    computed may be NaN: the solve then tells.
+    """
+    given, value = value, array(value, name)
     if jnp.iscomplexobj(value) or value.shape not in shapes:
         raise ValueError(
             f"`{name}` must be real, of shape {' or '.join(map(str, shapes))}: got "
-            f"{value.dtype} of shape {value.shape}."
+            f"{value.dtype} of shape {value.shape}. Pass a number, or an array of that shape."
         )
+    if not isinstance(given, jax.Array) and not np.isfinite(given).all():
+        raise ValueError(f"`{name}` must be finite: got {given}. Pass 0 for none.")
     return value.astype(dtype)
 
 
@@ -143,12 +179,25 @@ def step_limit(value):
 
 def history(value):
     """Return the number of residual norms to keep."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral) or value < 0:
+    largest = int(jnp.iinfo(jnp.int32).max)
+    if not is_int(value) or not 0 <= value <= largest:
         raise ValueError(
-            f"`history` must be the number of residual norms to keep, an int >= 0: got {value!r}. "
-            "Pass for example history=maxiter + 1."
+            f"`history` must be the number of residual norms to keep, an int from 0 to {largest}: "
+            f"got {value!r}. Pass for example history=maxiter + 1."
         )
     return int(value)
+
+
+def is_int(value):
+    """Return whether this is an integer that is known, and no bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def flag(value, name):
+    """Return a bool; raise for anything else, as a text such as "no" would count as true."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"`{name}` must be True or False: got {value!r}.")
+    return bool(value)
 
 
 def callback(value):
@@ -185,7 +234,7 @@ def data(value):
 
 def choice(value, table, name):
     """Return the entry of ``table`` that ``value`` names."""
-    if value not in table:
+    if not isinstance(value, str) or value not in table:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, table))}: got {value!r}.")
     return table[value]
 

@@ -131,7 +131,11 @@ def drive(
             return drive(method, A, b, x0, **shared)
 
         return jax.vmap(column, in_axes=(1, None if x0 is None else 1), out_axes=(1, 0))(b, x0)
-    wanted = Watch(arguments.history(history), bool(progress), arguments.callback(callback))
+    wanted = Watch(
+        arguments.history(history),
+        arguments.flag(progress, "progress"),
+        arguments.callback(callback),
+    )
     dtype = trees.scalar_dtype(b)
     tol, atol = arguments.tolerance(tol, "tol", dtype), arguments.tolerance(atol, "atol", dtype)
     maxiter = arguments.step_limit(maxiter)

@@ -102,7 +102,7 @@ class GramOnTheFly(SRMatrix):
         self.rows = arguments.space(rows, Sharded, "rows")
         n = count(samples)
         self.weights = check_weights(weights, n, self.real_dtype)
-        self.mean = self._mean() if center else None
+        self.mean = self._mean() if arguments.flag(center, "center") else None
         self._damp(shift, diag_scale)
 
     @property

@@ -14,7 +14,6 @@ mode                  parameters    log psi        J
 """
 
 import functools
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -145,7 +144,7 @@ def check_weights(weights, n, real):
     """Return the weights of n rows; raise unless they are (n,) of the dtype ``real``."""
     if weights is None:
         return None
-    weights = jnp.asarray(weights)
+    weights = arguments.array(weights, "weights")
     if weights.shape != (n,) or weights.dtype != real:
         raise ValueError(
             f"`weights` must be one number for each row here: expected {real} of shape ({n},), got "
@@ -188,12 +187,14 @@ def real_and_imag(log_psi, params, x):
 
 def count(samples):
     """Return the number of samples here; raise unless all leaves have as many."""
+    arguments.require_arrays(samples, "samples")
     counts = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(samples)}
     if len(counts) != 1 or () in counts:
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(samples)]
+        found = f"shapes {shapes}" if shapes else "no arrays"
         raise ValueError(
             f"`samples` must be arrays with one row for each sample, as many in each leaf: got "
-            f"shapes {shapes}."
+            f"{found}."
         )
     return counts.pop()[0]
 
@@ -206,7 +207,7 @@ def fold(function, carry, samples, chunk_size):
     an earlier chunk held.
     """
     n = count(samples)
-    if chunk_size is not None and (not isinstance(chunk_size, numbers.Integral) or chunk_size < 1):
+    if chunk_size is not None and (not arguments.is_int(chunk_size) or chunk_size < 1):
         raise ValueError(f"`chunk_size` must be a positive integer or None: got {chunk_size!r}.")
     if n == 0:
         return carry
@@ -228,6 +229,9 @@ def check_mode(log_psi, params, samples, mode):
     """Return the mode; raise, from abstract evaluation, if it does not fit the model."""
     if mode is not None and mode not in MODES:
         raise ValueError(f"`mode` must be one of {', '.join(map(repr, MODES))}: got {mode!r}.")
+    if not callable(log_psi):
+        raise TypeError(f"`log_psi` must be a function of (params, x): got {log_psi!r}.")
+    arguments.require_arrays(params, "params")
     dtypes = sorted({str(jnp.asarray(leaf).dtype) for leaf in jax.tree.leaves(params)})
     if len(dtypes) != 1 or not jnp.issubdtype(dtypes[0], jnp.inexact):
         raise TypeError(

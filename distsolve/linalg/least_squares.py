@@ -116,9 +116,9 @@ def transpose(A, like):
 
 def drive(method, A, b, x0, *, adjoint, damp, tol, atol, maxiter, rows, columns, args):
     """Check the arguments, solve, and return ``(x, info)``."""
-    b = arguments.as_vector(b)
+    b, args = arguments.as_vector(b), arguments.data(args)
     # Constants of the user's program stay values, for the reason that `driver.drive` tells.
-    x0 = None if x0 is None else jax.lax.optimization_barrier(arguments.as_vector(x0))
+    x0 = None if x0 is None else jax.lax.optimization_barrier(arguments.as_vector(x0, "x0"))
     if operators.is_matrix(A):
         A, adjoint, like = _matrix(A, b, adjoint, columns)
     else:
@@ -149,7 +149,7 @@ def drive(method, A, b, x0, *, adjoint, damp, tol, atol, maxiter, rows, columns,
 
 def _matrix(A, b, adjoint, columns):
     """Return a matrix as a function, its adjoint, and what it acts on."""
-    A = jnp.asarray(A)
+    A = arguments.array(A, "A")
     leaf = b if isinstance(b, jax.Array) else None
     if leaf is None or leaf.ndim != 1 or A.ndim != 2 or A.shape[0] != leaf.shape[0]:
         found = "a pytree" if leaf is None else f"one array of shape {leaf.shape}"

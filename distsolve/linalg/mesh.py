@@ -19,6 +19,11 @@ class MeshAxis(Space):
     name : str or tuple of str
         The axis, or axes, over which the vectors are split.
 
+    Raises
+    ------
+    TypeError
+        ``name`` is something else.
+
     Communication
     -------------
     One psum for each `dot` of any number of pairs, `norm` and `sum`.
@@ -26,6 +31,12 @@ class MeshAxis(Space):
 
     def __init__(self, name: str | tuple[str, ...]) -> None:
         self.name = tuple(name) if isinstance(name, list) else name
+        names = self.name if isinstance(self.name, tuple) else (self.name,)
+        if not names or not all(isinstance(each, str) and each for each in names):
+            raise TypeError(
+                f"`name` must be the name of a mesh axis, or a tuple of them: got {name!r}. Pass "
+                "for example MeshAxis('i') inside jax.shard_map."
+            )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MeshAxis) and self.name == other.name

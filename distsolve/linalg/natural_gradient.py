@@ -25,7 +25,7 @@ from distsolve.linalg.damping import Damping
 from distsolve.linalg.gram import Gram
 from distsolve.linalg.jacobian import MODES, check_weights, safe
 from distsolve.linalg.krylov.cg import cg
-from distsolve.linalg.plan import choose, is_tracing
+from distsolve.linalg.plan import as_bytes, choose, is_tracing
 from distsolve.linalg.space import Sharded, Space
 from distsolve.linalg.trees import HIGHEST
 from distsolve.linalg.update import UpdateInfo
@@ -142,6 +142,8 @@ def natural_gradient(
         raise ValueError(
             f"`method` must be one of {', '.join(map(repr, METHODS))}: got {method!r}."
         )
+    memory = None if memory is None else as_bytes(memory)
+    counts = None if counts is None else _check_counts(counts, len(J), rows)
     if method in ("auto", "kernel"):
         counts = _counts(counts, J, rows, method)
     if method == "auto":
@@ -228,7 +230,7 @@ def _add(x, kept):
 
 
 def _check_rows(J, residuals, mode):
-    J, residuals = arguments.log_derivatives(J), jnp.asarray(residuals)
+    J, residuals = arguments.log_derivatives(J), arguments.array(residuals, "residuals")
     real = jnp.finfo(J.dtype).dtype
     if residuals.shape != J.shape[:1]:
         if residuals.shape == J.shape[1:]:
@@ -262,17 +264,31 @@ def _check_momentum(momentum, P, dtype, real):
             "Start with zeros."
         )
     mu, previous = momentum
-    return jnp.asarray(mu).astype(real), _like_update(previous, "momentum[1]", P, dtype)
+    return arguments.real_array(mu, "momentum[0]", real, ()), _like_update(
+        previous, "momentum[1]", P, dtype
+    )
 
 
 def _like_update(x, name, P, dtype):
-    x = jnp.asarray(x)
+    x = arguments.array(x, name)
     if x.shape != (P,) or x.dtype != dtype:
         raise ValueError(
             f"`{name}` must be like the update, {dtype} of shape ({P},): got {x.dtype} of shape "
             f"{x.shape}. With real parameters and complex `J`, pass mode='complex'."
         )
     return x
+
+
+def _check_counts(counts, n, rows):
+    """Return the counts as ints; raise unless there is one for each rank, with n here."""
+    size, here = rows.ranks(), rows.rank() if hasattr(rows, "rank") else 0
+    known = isinstance(counts, (tuple, list)) and all(map(arguments.is_int, counts))
+    if not known or len(counts) != size or (hasattr(rows, "rank") and counts[here] != n):
+        raise ValueError(
+            f"`counts` must be the number of samples on each of {size} ranks, with {n} at rank "
+            f"{here}: got {counts}. Take `Sharded().counts(n)` outside jit, on all ranks."
+        )
+    return tuple(map(int, counts))
 
 
 def _counts(counts, J, rows, method):
@@ -297,10 +313,4 @@ def _counts(counts, J, rows, method):
                 f"take counts = Sharded().counts(n), and pass it; here n is {n}."
             )
         return None
-    counts = tuple(counts)
-    if len(counts) != size or counts[rows.rank()] != n:
-        raise ValueError(
-            f"`counts` must be the number of samples on each of {size} ranks, with {n} at rank "
-            f"{rows.rank()}: got {counts}. Take `Sharded().counts(n)` outside jit, on all ranks."
-        )
     return counts

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from distsolve.linalg import arguments, flat, operators, trees
-from distsolve.linalg.space import Replicated, Space
+from distsolve.linalg.space import Space
 
 
 @jax.tree_util.register_dataclass
@@ -212,8 +212,9 @@ def nystrom(
     True
     """
     _require_count(rank, "rank")
-    space = Replicated() if space is None else space
-    like = _default_like(operator) if like is None else arguments.as_vector(like)
+    _require_key(key)
+    space = arguments.space(space)
+    like = _default_like(operator) if like is None else arguments.as_vector(like, "like")
     structure = flat.structure_of(like)
     v = jax.eval_shape(flat.ravel, like)
     if shift is None:
@@ -357,23 +358,34 @@ def _apply(operator, vectors, structure, space):
 
 
 def _require_count(value, name):
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    if not arguments.is_int(value):
         raise TypeError(f"`{name}` must be an integer: got {value!r}. Pass a Python int.")
     if value < 1:
         raise ValueError(f"`{name}` must be at least 1: got {value}.")
 
 
-def _shift(value, dtype):
-    value = jnp.asarray(value)
+def _require_key(key):
+    """Raise unless this is one key for random numbers, new or old style."""
+    is_array = hasattr(key, "shape") and hasattr(key, "dtype")
+    is_new = is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not is_array or key.ndim != (0 if is_new else 1) or not (is_new or key.dtype == np.uint32):
+        found = f"{key.dtype} of shape {key.shape}" if is_array else type(key).__name__
+        raise TypeError(
+            f"`key` must be one key, the same on all ranks: got {found}. Pass jax.random.key(seed)."
+        )
+
+
+def _shift(given, dtype):
+    value = arguments.array(given, "shift")
     if value.shape != () or jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise TypeError(
             f"`shift` must be one real number: got {value.dtype} of shape {value.shape}. Other "
             "diagonal terms belong to `operator` and need no mention."
         )
-    if not isinstance(value, jax.core.Tracer) and not value >= 0:
+    if not isinstance(given, jax.core.Tracer) and not 0 <= given < np.inf:
         raise ValueError(
-            f"`shift` must be at least 0: got {value}. It is the multiple of the identity that "
-            "`operator` contains; 0 if there is none."
+            f"`shift` must be at least 0 and finite: got {given}. It is the multiple of the "
+            "identity that `operator` contains; 0 if there is none."
         )
     return value.astype(dtype)
 
@@ -386,5 +398,10 @@ def _default_like(operator):
         raise ValueError(
             f"`like` must be a vector of the solve, as `operator`, a {type(operator).__name__}, "
             "has no shape and dtype: got None. Pass like=b."
+        )
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"`operator` must be of real or complex floats: got {dtype}. Convert it, for example "
+            "with .astype(float)."
         )
     return jax.ShapeDtypeStruct((entries,), jnp.dtype(dtype))

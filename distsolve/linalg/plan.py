@@ -20,6 +20,7 @@ all methods share.
 
 import dataclasses
 import math
+import numbers
 import os
 import platform
 import time
@@ -31,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distsolve.linalg import arguments
 from distsolve.linalg.space import Sharded, Space
 from distsolve.linalg.trees import HIGHEST
 
@@ -145,8 +147,8 @@ def plan(
 
     Raises
     ------
-    ValueError
-        Sizes that are not positive integers.
+    TypeError, ValueError
+        Sizes that are not positive integers, a dtype of no floats, no positive number of bytes.
 
     Communication
     -------------
@@ -164,11 +166,32 @@ def plan(
     sizes = {"samples": samples, "parameters": parameters, "ranks": ranks}
     sizes |= {} if iterations is None else {"iterations": iterations}
     for name, value in sizes.items():
-        if not isinstance(value, (int, np.integer)) or value < 1:
+        if not arguments.is_int(value) or value < 1:
             raise ValueError(f"`{name}` must be a positive integer: got {value!r}.")
-    dtype = jnp.dtype(jnp.zeros(()).dtype if dtype is None else dtype)
+    dtype = _float_dtype(jnp.zeros(()).dtype if dtype is None else dtype)
     counts = (-(-samples // ranks),) * ranks
     return predict(counts, samples, parameters, dtype, dtype, iterations, memory, machine_of(rows))
+
+
+def _float_dtype(dtype: Any) -> Any:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.inexact):
+        raise TypeError(f"`dtype` must be one of floats: got {dtype!r}. Pass for example J.dtype.")
+    return found
+
+
+def as_bytes(memory: Any) -> float:
+    """Return a number of bytes; raise unless it is positive."""
+    real = isinstance(memory, numbers.Real) and not isinstance(memory, bool)
+    if not real or not memory > 0:
+        raise ValueError(
+            f"`memory` must be a positive number of bytes for each rank: got {memory!r}. Pass for "
+            "example 8e9, or None for what the machine has."
+        )
+    return float(memory)
 
 
 def choose(
@@ -227,7 +250,7 @@ def predict(
         "kernel": 2 * N**2 * P / (p * flops) + exchange + sum_of(N**2 * b / 2) + N**3 / 3 / flops,
     }
     needs = {"cg": J + 8 * P * b, "dense": J + 3.5 * P**2 * b, "kernel": 4 * J + 3.5 * N**2 * b}
-    limit = machine.memory if memory is None else float(memory)
+    limit = machine.memory if memory is None else as_bytes(memory)
     return Plan(
         sum(counts) if is_complex and real_vectors else N,
         P,

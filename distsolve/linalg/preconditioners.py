@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distsolve.linalg import operators
+from distsolve.linalg import arguments, operators
 from distsolve.linalg.arguments import where
 
 
@@ -70,9 +70,9 @@ def jacobi(diag: Any) -> Jacobi:
     TypeError
         If an entry is not a real float.
     ValueError
-        Outside tracing, if an entry is not positive with a finite reciprocal. It says how many are
-        not, and where the first is among the entries of its leaf on this rank. While tracing see
-        the head of `distsolve.linalg.preconditioners`.
+        If there is no array; outside tracing, if an entry is not positive with a finite reciprocal.
+        It says how many are not, and where the first is among the entries of its leaf on this rank.
+        While tracing see the head of `distsolve.linalg.preconditioners`.
 
     Communication
     -------------
@@ -93,7 +93,12 @@ def jacobi(diag: Any) -> Jacobi:
     1
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(diag)
-    entries = [jnp.asarray(leaf) for _, leaf in leaves]
+    if not leaves:
+        raise ValueError(
+            f"`diag` must have at least one array: got {diag!r}, which has no leaves. Pass the "
+            "diagonal, like the vectors."
+        )
+    entries = [arguments.array(leaf, "diag", path) for path, leaf in leaves]
     for (path, _), leaf in zip(leaves, entries, strict=True):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
@@ -258,13 +263,13 @@ def _stacks(given, block_size):
                 f"`block_size` cuts blocks out of a matrix: got {block_size} together with a list "
                 "of blocks. Leave it out."
             )
-        return _group([_square(jnp.asarray(block), 2) for block in given])
+        return _group([_square(arguments.array(block, "matrix_or_blocks"), 2) for block in given])
     sparse = operators.is_sparse(given)
-    matrix = given if sparse else jnp.asarray(given)
+    matrix = given if sparse else arguments.array(given, "matrix_or_blocks")
     if block_size is None and not sparse and matrix.ndim == 3:
         return [_square(matrix, 3)]
     _square(matrix, 2)
-    if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer)):
+    if not arguments.is_int(block_size):
         raise TypeError(
             f"`block_size` must be an integer, as `matrix_or_blocks` is a matrix: got "
             f"{block_size!r}. Pass the size of the blocks to cut out of it."

@@ -316,9 +316,12 @@ def _divide(total: jax.Array, count: jax.Array, ddof: jax.Array) -> jax.Array:
 
 
 def _ddof(ddof: ArrayLike) -> jax.Array:
-    value = jnp.asarray(ddof)
-    if value.shape != () or jnp.issubdtype(value.dtype, jnp.complexfloating):
+    value = arguments.array(ddof, "ddof")
+    is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    if value.shape != () or not is_real:
         raise TypeError(f"`ddof` must be one real number: got {ddof!r}. Pass 0 or 1.")
+    if not isinstance(ddof, jax.core.Tracer) and not np.isfinite(ddof):
+        raise ValueError(f"`ddof` must be finite: got {ddof!r}. Pass 0 or 1.")
     return value
 
 

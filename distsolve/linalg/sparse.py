@@ -6,13 +6,14 @@ once, when the matrix is made, and afterwards they travel in one message a produ
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distsolve.linalg import ellpack
+from distsolve.linalg import arguments, ellpack
 from distsolve.linalg.space import Sharded
 from distsolve.linalg.trees import DTYPES
 
@@ -86,8 +87,8 @@ class DistributedCSR:
         -------------
         Three allgathers and two alltoallv, outside programs; collective.
         """
-        space = Sharded() if space is None else space
-        matrix = _agreed(space, _canonical, rows)
+        space = _sharded(space)
+        matrix = _agreed(space, functools.partial(_canonical, "rows"), rows)
         starts = _starts(matrix, space)
         rank, size = space.rank(), space.ranks()
         start, stop = starts[rank], starts[rank + 1]
@@ -127,8 +128,8 @@ class DistributedCSR:
         -------------
         One allgather, and that of `from_rows`.
         """
-        space = Sharded() if space is None else space
-        matrix = _agreed(space, _canonical, matrix)
+        space = _sharded(space)
+        matrix = _agreed(space, functools.partial(_canonical, "matrix"), matrix)
         cuts = _cuts(matrix.indptr, space.ranks())
         return cls.from_rows(matrix[cuts[space.rank()] : cuts[space.rank() + 1]], space)
 
@@ -159,10 +160,17 @@ class DistributedCSR:
         -------------
         One allgather, four alltoallv in which only the root sends, and that of `from_rows`.
         """
-        space = Sharded() if space is None else space
+        space = _sharded(space)
+        if not arguments.is_int(root) or not 0 <= root < space.ranks():
+            raise ValueError(
+                f"`root` must be a rank from 0 to {space.ranks() - 1}: got {root!r}. Pass the one "
+                "that has the matrix, on all ranks."
+            )
         size, at_root = space.ranks(), space.rank() == root
         from_root = np.where(np.arange(size) == root, 1, 0)
-        matrix = _agreed(space, _canonical if at_root else lambda _: None, matrix)
+        matrix = _agreed(
+            space, functools.partial(_canonical, "matrix") if at_root else lambda _: None, matrix
+        )
         heads = np.zeros((0, 4), int)
         if at_root:
             cuts = _cuts(matrix.indptr, size)
@@ -324,25 +332,37 @@ def _agreed(space, function, matrix):
     return result
 
 
-def _canonical(matrix):
+def _sharded(space):
+    space = arguments.space(space, Sharded)
+    if not isinstance(space, Sharded):
+        raise TypeError(f"`space` must be a Sharded, as rows are split: got {space!r}.")
+    return space
+
+
+def _canonical(name, matrix):
     """Return a CSR array with sorted indices and no entry twice; raise if JAX would change it."""
+    if getattr(matrix, "ndim", None) != 2:
+        raise TypeError(
+            f"`{name}` must be a SciPy sparse matrix: got {type(matrix).__name__}. Make one, for "
+            "example with scipy.sparse.csr_array."
+        )
     matrix = _csr(matrix, copy=True)
     matrix.sum_duplicates()
     if matrix.dtype not in DTYPES:
         raise TypeError(
-            f"the matrix must have entries of one of {', '.join(DTYPES)}: got {matrix.dtype}. "
+            f"`{name}` must have entries of one of {', '.join(DTYPES)}: got {matrix.dtype}. "
             "Convert it, for example with matrix.astype(float)."
         )
     held = jax.dtypes.canonicalize_dtype(matrix.dtype)
     if held != matrix.dtype:
         raise TypeError(
-            f"the matrix has entries of {matrix.dtype}, which JAX would round to {held}: call "
+            f"`{name}` has entries of {matrix.dtype}, which JAX would round to {held}: call "
             'jax.config.update("jax_enable_x64", True) at the start of the program, or convert the '
             f'matrix, with matrix.astype("{held}").'
         )
     if max(matrix.shape) >= 2**31:
         raise ValueError(
-            f"the matrix has the shape {matrix.shape}: expected fewer than 2**31 rows and columns."
+            f"`{name}` has the shape {matrix.shape}: expected fewer than 2**31 rows and columns."
         )
     return matrix
 
@@ -353,13 +373,13 @@ def _starts(matrix, space):
     n, N, numbers = heads.T
     if (n.sum() != N).any():
         raise ValueError(
-            f"the rows of all ranks must make a square matrix: got {n.tolist()} rows, {n.sum()} in "
+            f"`rows` of all ranks must make a square matrix: got {n.tolist()} rows, {n.sum()} in "
             f"all, of {N.tolist()} columns. Give each rank its rows of the whole matrix, with "
             "columns that count over all of it."
         )
     if (numbers != numbers[0]).any():
         raise TypeError(
-            "the rows must have one dtype on all ranks: got "
+            "`rows` must have one dtype on all ranks: got "
             f"{[DTYPES[k] for k in numbers]}. Convert them."
         )
     return _ints(np.concatenate([[0], np.cumsum(n)]))

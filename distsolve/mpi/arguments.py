@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from distsolve.mpi.library import load
 from distsolve.mpi.native import abi
@@ -17,17 +18,29 @@ if TYPE_CHECKING:
     from distsolve.mpi.comm import Comm
 
 MAX_CHUNK = 1 << 30
+MAX_COUNT = (1 << 63) - 1  # of rows: an array has no more
 
 
 def as_int(value: Any, what: str) -> int:
     """An int, also from a NumPy or JAX scalar; `what` names the argument in the error."""
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
+        pass
+    raise TypeError(
+        f"{what} is {value!r} of type {type(value).__name__}; expected an int that is known while "
+        "tracing."
+    )
+
+
+def as_flag(value: Any, what: str) -> bool:
+    """A bool, also from NumPy; `what` names the argument in the error."""
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(
-            f"{what} is {value!r} of type {type(value).__name__}; expected an int that is known "
-            "while tracing."
-        ) from None
+            f"{what} is {value!r} of type {type(value).__name__}; expected True or False."
+        )
+    return bool(value)
 
 
 def check_chunk(nbytes: int, name: str) -> int:
@@ -99,10 +112,10 @@ def as_counts(counts: Sequence[int], comm: Comm, name: str, call: str) -> tuple[
             f"`{name}` of {call} is {counts!r}; expected {comm.size} ints that are known while "
             "tracing."
         ) from error
-    if len(values) != comm.size or min(values) < 0:
+    if len(values) != comm.size or min(values) < 0 or max(values) > MAX_COUNT:
         raise ValueError(
             f"`{name}` of {call} is {counts!r}; expected {comm.size} non-negative ints, one per "
-            "rank."
+            f"rank, of at most {MAX_COUNT}."
         )
     return values
 
@@ -135,6 +148,7 @@ def check_leading(x: Any, wanted: int, call: str, why: str = "one entry per rank
 
 def donated(x: Any, donate: bool, call: str) -> bool:
     """Whether to donate; raises, before anything is sent, where an array stands in `x` twice."""
+    donate = as_flag(donate, f"`donate` of {call}")
     leaves = jax.tree.leaves(x) if donate else []
     if len({id(leaf) for leaf in leaves}) < len(leaves):
         raise ValueError(

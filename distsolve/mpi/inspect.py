@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from distsolve.mpi.arguments import as_int
+from distsolve.mpi.carrier import as_array
 from distsolve.mpi.native import abi, agreement
 
 # Bytes of tokens and loop counters, which XLA counts as temporaries: few in a small program, and
@@ -50,8 +52,15 @@ def assert_in_place(
     ------
     AssertionError
         With the bytes that are not in place and the likely reason.
+    TypeError, ValueError
+        `fn` cannot be called, an argument is no array, or `donate_argnums` are no positions.
     """
-    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    if not callable(fn):
+        raise TypeError(
+            f"`fn` is {fn!r} of type {type(fn).__name__}; expected a function of the arrays."
+        )
+    numbers = _positions(donate_argnums, len(args))
+    args = tuple(jax.tree.map(_as_operand, args))
     jitted = jax.jit(lambda *xs: fn(*xs), donate_argnums=numbers)
     lowered = jitted.lower(*args)
     stats = lowered.compile().memory_analysis()
@@ -70,6 +79,22 @@ def assert_in_place(
         f"{stats.temp_size_in_bytes} bytes of temporaries). "
         f"{_likely_reason(lowered, args, numbers)}"
     )
+
+
+def _positions(donate_argnums: Any, n: int) -> tuple[int, ...]:
+    """The positions of donated arguments, or an error unless all are below `n`."""
+    given = donate_argnums if isinstance(donate_argnums, (tuple, list)) else (donate_argnums,)
+    numbers = tuple(as_int(number, "`donate_argnums`") for number in given)
+    if not all(0 <= number < n for number in numbers):
+        raise ValueError(
+            f"`donate_argnums` is {donate_argnums!r}; expected positions from 0 to {n - 1} among "
+            f"the {n} arguments behind `fn`."
+        )
+    return numbers
+
+
+def _as_operand(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else as_array(leaf, "fn", "args")
 
 
 def _debugs_nonfinite() -> bool:

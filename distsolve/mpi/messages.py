@@ -9,7 +9,7 @@ import jax
 
 from distsolve.mpi import table
 from distsolve.mpi._jaxcompat import is_tracing
-from distsolve.mpi.arguments import check_peer, check_tag
+from distsolve.mpi.arguments import as_flag, check_peer, check_tag
 from distsolve.mpi.carrier import encode
 from distsolve.mpi.comm import resolve
 from distsolve.mpi.status import check_status, fill_status, status_id
@@ -110,10 +110,11 @@ def _receive(
     if not leaves:
         raise ValueError(f"`{name}` of {call} is a pytree without arrays: there is no message.")
     check_status(status)
+    return_status = as_flag(return_status, f"`return_status` of {call}")
     number = status_id(status) if is_tracing() else 0
     received = []
     for index, leaf in enumerate(leaves):
-        array, decode = encode(leaf, call)
+        array, decode = encode(leaf, call, name)
         y, arrived = one(array, index, number)
         received.append(decode(y))
     if status is not None and not is_tracing():
@@ -170,7 +171,7 @@ def sendrecv(
 
     def one(array: Any, index: int, number: int) -> Any:
         return table.sendrecv(
-            encode(sent[index], call)[0],
+            encode(sent[index], call, "sendbuf")[0],
             array,
             comm=record.id,
             dest=dest,

@@ -246,7 +246,7 @@ def allreduce_symmetric(
     chunk, donate = as_chunk(chunk_bytes), donated(S, donate, call)
 
     def one(leaf: Any) -> Any:
-        leaf = as_array(leaf, call)
+        leaf = as_array(leaf, call, "S")
         check_op(SUM, leaf.dtype, call)
         if leaf.ndim < 2 or leaf.shape[-1] != leaf.shape[-2]:
             raise ValueError(

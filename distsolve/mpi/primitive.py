@@ -147,7 +147,9 @@ def make_primitive(spec: OpSpec) -> MPIPrimitive:
     def impl(*operands: Any, ordered: bool, where: int, **params: Any) -> list[Any]:
         if not ordered:  # `jax.disable_jit` has opened the executable of an eager call
             return apply_primitive(primitive, *operands, ordered=False, where=where, **params)
-        return run_eagerly(primitive, operands, False, where, params)
+        results = run_eagerly(primitive, operands, False, where, params)
+        # Without the placeholder of a call that has no results.
+        return results if spec.outputs([jax.typeof(x) for x in operands], params) else []
 
     def abstract_eval(*avals: ShapedArray, ordered: bool, where: int, **params: Any):
         outputs = spec.outputs(avals, params)

@@ -266,7 +266,7 @@ def test_nystrom_of_awkward_operators():
     [
         ({"rank": 0}, ValueError, "`rank` must be at least 1: got 0"),
         ({"rank": 2.0}, TypeError, "`rank` must be an integer: got 2.0"),
-        ({"shift": -1.0}, ValueError, "`shift` must be at least 0: got -1.0"),
+        ({"shift": -1.0}, ValueError, "`shift` must be at least 0 and finite: got -1.0"),
         ({"shift": jnp.ones(2)}, TypeError, "`shift` must be one real number"),
         ({"like": None}, ValueError, "Pass like=b"),
         ({"operator": lambda p: p[:2]}, ValueError, r"`operator\(v\)` must have the shape"),

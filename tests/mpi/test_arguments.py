@@ -99,7 +99,7 @@ for _name in OPERAND:
             f"{_name}: x {type(_x).__name__} {getattr(_x, 'dtype', '')}",
             lambda name=_name, x=_x: getattr(mpi, name)(x),
             TypeError,
-            rf"`x` of {_name} is of type|`x` of {_name} ",
+            rf"`[xS]` of {_name} (is of type|has dtype)",
         )
 wrong("send: x", lambda: mpi.send("text", 0), TypeError, "`x` of send is of type str")
 wrong("recv: x", lambda: mpi.recv(object(), 0), TypeError, "`x` of recv is of type object")

@@ -7,7 +7,6 @@ takes one for every vector. Preconditioned from the right, so that the residual 
 """
 
 import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -259,13 +258,11 @@ def gmres(
 
 
 def _checked(restart: Any) -> int:
-    try:
-        steps = operator.index(restart)
-    except TypeError:
+    if not arguments.is_int(restart):
         raise TypeError(
             f"`restart` must be an int, known while tracing: got {restart!r}. It is the shape of "
             "the basis, so other values compile again."
-        ) from None
-    if steps < 1:
-        raise ValueError(f"`restart` must be at least 1: got {steps}. The default is 30.")
-    return steps
+        )
+    if restart < 1:
+        raise ValueError(f"`restart` must be at least 1: got {restart}. The default is 30.")
+    return int(restart)

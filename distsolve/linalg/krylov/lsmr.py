@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from distsolve.linalg import least_squares, trees
+from distsolve.linalg import arguments, least_squares, trees
 from distsolve.linalg.info import Info, Reason
 from distsolve.linalg.least_squares import Aim, Problem
 from distsolve.linalg.loop import ROUNDING, agree_to_move
@@ -293,7 +293,7 @@ def lsmr(
         tol=tol,
         atol=atol,
         maxiter=maxiter,
-        rows=Sharded() if space is None else space,
-        columns=Replicated() if columns_space is None else columns_space,
+        rows=arguments.space(space, Sharded),
+        columns=arguments.space(columns_space, Replicated, "columns_space"),
         args=args,
     )

@@ -1,0 +1,12 @@
+"""A short run of `make soak`."""
+
+from pathlib import Path
+
+from launch import run_ranks
+
+
+def test_soak():
+    done = run_ranks(Path(__file__).with_name("soak.py"), np=2, timeout=250, args=["300"]).check()
+    assert "300 solves on 2 ranks" in done.stdout
+    for seen in ("converges:", "indefinite:", "nan:"):
+        assert seen in done.stdout

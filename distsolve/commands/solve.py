@@ -29,28 +29,14 @@ BLOCK = 32  # rows of a block of block_jacobi
 MOST_HISTORY = 1_000_000  # residual norms kept for a plot
 
 FEW_RANKS = 16  # whose rows are listed one by one
-# What happened and what to change on the command line, by the name of the reason.
-FAILURES = {
-    "maxiter": (
-        "Stopped after {steps} with a residual of {residual:.6g}, above the threshold "
-        "{threshold:.6g}.",
-        "raise --maxiter, loosen --tol, or use another --preconditioner",
-    ),
-    "stagnated": (
-        "Stagnated after {steps}: rounding, or a singular matrix, keeps the true residual at "
-        "{residual:.6g}, above the threshold {threshold:.6g}.",
-        "loosen --tol, or use a wider --dtype",
-    ),
-    "indefinite_operator": (
-        "Stopped after {steps}: <p, A p> = {breakdown:.6g}, so the matrix is not positive "
-        "definite.",
-        "--method minres or gmres takes such a matrix",
-    ),
-    "indefinite_preconditioner": (
-        "Stopped after {steps}: <r, M r> = {breakdown:.6g}, so the preconditioner is not positive "
-        "definite.",
-        "--preconditioner none, or --method gmres",
-    ),
+# What to change on the command line, by the name of the reason.
+ADVICE = {
+    "maxiter": "raise --maxiter, loosen --tol, or use another --preconditioner",
+    "stagnated": "loosen --tol, or use a wider --dtype",
+    "indefinite_operator": "--method minres or gmres takes such a matrix",
+    "indefinite_preconditioner": "--preconditioner none, or --method gmres",
+    "nonfinite": "the matrix is probably singular: --method minres takes such a one if it is "
+    "Hermitian",
 }
 
 
@@ -140,8 +126,9 @@ def run(options: argparse.Namespace) -> int:
     if system and not options.quiet:
         print(report(options, system, A, x, outcome))
     elif system and not outcome.info.converged:
-        ended, advice = result(outcome.info)
-        print(f"{options.file}: {ended}{advice and f' Advice: {advice}.'}", file=sys.stderr)
+        info = outcome.info
+        advice = ADVICE.get(info.reason_name, "")
+        print(f"{options.file}: {info.outcome}{advice and f' Advice: {advice}.'}", file=sys.stderr)
     return 0 if outcome.info.converged else 1
 
 
@@ -263,7 +250,6 @@ def report(
     str
     """
     info, n = outcome.info, A.shape[0]
-    ended, advice = result(info)
     rhs_norm = float(info.rhs_norm)
     relative = float(info.residual_norm) / rhs_norm if rhs_norm else float(info.residual_norm)
     method = options.method
@@ -276,8 +262,8 @@ def report(
         "right-hand side": options.rhs or "A @ ones, so that the solution is 1 everywhere",
         "rows per rank": _counts(A.counts),
         "method": method,
-        "result": ended,
-        "advice": advice,
+        "result": info.outcome,
+        "advice": ADVICE.get(info.reason_name),
         "iterations": steps,
         "true residual": f"{float(info.residual_norm):.6g}, relative {relative:.3g}",
         "error": "" if options.rhs else f"{np.abs(x - 1).max():.3g} at most",
@@ -288,30 +274,6 @@ def report(
         "plot": options.plot,
     }
     return "\n".join(f"{name:16} {text}" for name, text in lines.items() if text not in ("", None))
-
-
-def result(info: linalg.Info) -> tuple[str, str]:
-    """Return why a solve ended, and what to change on the command line, or an empty text.
-
-    Parameters
-    ----------
-    info : Info
-
-    Returns
-    -------
-    str, str
-    """
-    if info.reason_name not in FAILURES:
-        return info.message, ""
-    text, advice = FAILURES[info.reason_name]
-    steps = int(info.iterations)
-    text = text.format(
-        steps=f"{steps} iteration{'s' if steps != 1 else ''}",
-        residual=float(info.residual_norm),
-        threshold=float(info.threshold),
-        breakdown=float(info.breakdown),
-    )
-    return text, advice
 
 
 def _counts(counts):

@@ -44,15 +44,18 @@ def solve(
 
     Returns
     -------
-    x : (P,), shift : () or (P,), raised : scalar, running : (P,) or None
+    x : (P,), shift : () or (P,), raised : scalar, running : (P,) or None, solved : bool
         Replicated: the solution, what was added to the diagonal in all, what of it because the
-        Cholesky factorisation failed, and the running mean square.
+        Cholesky factorisation failed, the running mean square, and whether there is a solution: x
+        is zero where a good factor, or the damping of a parameter, is missing.
 
     Communication
     -------------
     One alltoallv of J, one `sum_symmetric` of (N, N), one `assemble` of x, and a tiny message for
-    each factorisation.
+    each factorisation. In reverse the first three again, and one of the damping.
     """
+    # Ranks use all that is replicated for their own columns: their cotangents are shares.
+    damping = jax.tree.map(rows.enter, damping)
     P, k, size = J.shape[1], len(R), rows.ranks()
     rank = rows.rank() if size > 1 else 0
     edges = [P * i // size for i in range(size + 1)]
@@ -67,13 +70,15 @@ def solve(
     if damping.is_vector:
         # A column of zeros may have no damping, and has no update then; any other one must.
         idle = (shift == 0) & (diagonal == 0)
-        inverse = jnp.where(idle, 0, 1 / jnp.where(idle, 1, shift)).astype(A.dtype)
-        factor, scaled = jnp.ones_like(N), A * inverse[None]
+        inverse = jnp.where(idle, 0, 1 / jnp.where(idle, 1, shift))
+        # Without damping it is infinite, and so T is not finite on any rank.
+        factor, scaled = jnp.ones_like(N), A * inverse.astype(A.dtype)[None]
+        inverse = jnp.where(jnp.isfinite(inverse), inverse, 0).astype(A.dtype)
     else:
         inverse, factor, scaled = None, shift, A
     T = jax.lax.dot_general(scaled, A.conj(), (((1,), (1,)), ((), ())), precision=HIGHEST)
-    T = rows.sum_symmetric(T) / N.astype(T.dtype)
-    y, raised = cholesky.solve(T, R[k - 1], factor, rows)
+    T = rows.enter(rows.sum_symmetric(T)) / N.astype(T.dtype)
+    y, raised, solved = cholesky.solve(T, R[k - 1], factor, rows)
     x = jnp.matmul(y.conj(), A, precision=HIGHEST).conj() / N.astype(A.dtype)
     x = x if inverse is None else inverse * x
 
@@ -86,9 +91,9 @@ def solve(
     whole = rows.assemble(jnp.stack(parts, axis=1), offset, P) if size > 1 else jnp.stack(parts, 1)
     x, *rest = trees.from_real_parts(list(whole.T), columns)
     if not damping.is_vector:
-        return x, shift + raised, raised, None
+        return x, shift + raised, raised, None, solved
     raised = raised / (1 + raised) * jnp.max(jnp.abs(rest[0]), initial=0)
-    return x, rest[0], raised, rest[1] if running is not None else None
+    return x, rest[0], raised, rest[1] if running is not None else None, solved
 
 
 def transposed(J, R, weights, edges, rank, *, counts, dtype, rows):

@@ -20,29 +20,36 @@ class Reason(enum.IntEnum):
     NONFINITE = 7
 
 
-ADVICE = {
+OUTCOMES = {
     Reason.RUNNING: "The solve has not ended.",
     Reason.CONVERGED: "Converged in {steps}: the residual is {relative:.3g} of "
     "the right-hand side's norm.",
     Reason.MAXITER: "Stopped after {steps} with a residual of {residual:.6g}, above "
-    "the threshold {threshold:.6g}: raise `maxiter`, loosen `tol`, or pass a preconditioner `M`. "
-    "If the residual hardly fell, see that `A` is what the method asks for (cg: positive "
-    "definite), that it reduces over ranks once, and that vectors in pieces have space=Sharded().",
+    "the threshold {threshold:.6g}.",
     Reason.FIXED_STEPS: "Took {steps}, as tol = atol = 0 asks for; the residual is "
     "{relative:.3g} of the right-hand side's norm.",
     Reason.STAGNATED: "Stagnated after {steps}: the true residual stays at "
     "{residual:.6g}, above the threshold {threshold:.6g}, because rounding prevents more, or `A` "
-    "is singular and `b` is not in its range. Loosen `tol`, use wider floats (float64 needs "
+    "is singular and `b` is not in its range.",
+    Reason.INDEFINITE_PRECONDITIONER: "Stopped after {steps}: <r, M r> = "
+    "{breakdown:.6g}, so `M` is not positive definite.",
+    Reason.INDEFINITE_OPERATOR: "Stopped after {steps}: <p, A p> = {breakdown:.6g} on one rank at "
+    "least, so `A` is not positive definite here.",
+    Reason.NONFINITE: "Stopped after {steps}: NaN or infinity on at least one rank, "
+    "in `b`, `x0`, or the result of `A` or `M`.",
+}
+ADVICE = {
+    Reason.MAXITER: "Raise `maxiter`, loosen `tol`, or pass a preconditioner `M`. "
+    "If the residual hardly fell, see that `A` is what the method asks for (cg: positive "
+    "definite), that it reduces over ranks once, and that vectors in pieces have space=Sharded().",
+    Reason.STAGNATED: "Loosen `tol`, use wider floats (float64 needs "
     "jax_enable_x64), or lower the condition number with a preconditioner `M` or a shift; with "
     "gmres, raise `restart`.",
-    Reason.INDEFINITE_PRECONDITIONER: "Stopped after {steps}: <r, M r> = "
-    "{breakdown:.6g}, so `M` is not positive definite. Pass a positive definite `M`, or none.",
-    Reason.INDEFINITE_OPERATOR: "Stopped after {steps}: <p, A p> = {breakdown:.6g} on one rank at "
-    "least, so `A` is not positive definite here. Common causes are a wrong reduction over ranks "
+    Reason.INDEFINITE_PRECONDITIONER: "Pass a positive definite `M`, or none.",
+    Reason.INDEFINITE_OPERATOR: "Common causes are a wrong reduction over ranks "
     "(a missing, doubled or unscaled allreduce in `A`), vectors in pieces without space=Sharded(), "
     "and a singular `A`, for which minres is made; otherwise add a larger shift to `A`.",
-    Reason.NONFINITE: "Stopped after {steps}: NaN or infinity on at least one rank, "
-    "in `b`, `x0`, or the result of `A` or `M`. Check that each is finite on every rank. If they "
+    Reason.NONFINITE: "Check that each is finite on every rank. If they "
     "are, `A` is probably singular and the system has no solution: add a shift to `A`.",
 }
 
@@ -100,11 +107,16 @@ class Info:
 
     @property
     def message(self) -> str:
-        """A sentence that says what happened and what to do; outside jit only."""
+        """What happened and what to do, in words; outside jit only."""
+        return f"{self.outcome} {ADVICE.get(self._reason(), '')}".rstrip()
+
+    @property
+    def outcome(self) -> str:
+        """A sentence that says what happened; outside jit only."""
         reason = self._reason()
         residual, rhs = float(self.residual_norm), float(self.rhs_norm)
         count = int(self.iterations)
-        return ADVICE[reason].format(
+        return OUTCOMES[reason].format(
             steps=f"{count} iteration" if count == 1 else f"{count} iterations",
             residual=residual,
             relative=residual / rhs if rhs else residual,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from distsolve.linalg import arguments, derivative, driver, operators, trees
 from distsolve.linalg.info import Reason
 from distsolve.linalg.krylov import minres
-from distsolve.linalg.loop import Counting, Limits, Stop, Watch, report
+from distsolve.linalg.loop import Counting, Limits, Seen, Stop, Watch, report
 
 
 class Problem(NamedTuple):
@@ -27,9 +27,27 @@ class Problem(NamedTuple):
     rows: Any  # the space of b
     columns: Any  # the space of x
 
+    @property
+    def deciding(self):
+        """The space in which ranks agree on what follows from the products of both."""
+        return self.rows if self.rows.is_whole else self.columns
+
     def decide(self, x):
         """Return a value equal on all ranks, for one message or none."""
-        return (self.rows if self.rows.is_whole else self.columns).decide(x)
+        return self.deciding.decide(x)
+
+    def scaled(self, size):
+        """Return the problem whose solution is ``size x``, for a power of two ``size``.
+
+        Half of the factor before a product and half after it keeps the products in range.
+        """
+        before = 1 / trees.power_of_two(jnp.sqrt(size), size)
+        after = 1 / (before * size)
+
+        def times(function):
+            return lambda v: trees.scale(after, function(trees.scale(before, v)))
+
+        return self._replace(A=times(self.A), adjoint=times(self.adjoint), damp=self.damp / size)
 
     def taken(self):
         """Return the number of messages in both spaces since the last time; see `Counting`."""
@@ -44,9 +62,12 @@ class Aim(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A solver: ``init(problem, r, like)`` and ``step(problem, aim, state)``.
+    """A solver: ``init(r, beta, gradient, normal, like)`` and ``step(problem, aim, state)``.
 
-    A state has the fields ``x``, ``event``, ``norm`` (of A) and ``condition``.
+    ``init`` returns the state at the zero vector like ``like``, from the residual ``r``, its
+    product with the adjoint, and the norms of both. A state has the fields ``x``, ``event``,
+    ``norm`` (of A), ``condition`` and ``damped``, the norm that the method minimises:
+    ``sqrt(||r||^2 + damp^2 ||x||^2)``.
     """
 
     name: str
@@ -67,6 +88,19 @@ class _Look(NamedTuple):
     normal: jax.Array  # ||A^H r||, with the damping
     condition: jax.Array
     reason: jax.Array
+    seen: Seen
+
+
+class _Scales(NamedTuple):
+    """Powers of two by which a problem of about 1 is made of the user's."""
+
+    unit: jax.Array  # of the residual
+    size: jax.Array  # of A, or of the damping if that is larger
+
+    @property
+    def back(self):
+        """What takes the unknowns of the scaled problem to the user's."""
+        return self.unit / self.size
 
 
 class _Operators:
@@ -114,8 +148,30 @@ def transpose(A, like):
     return adjoint
 
 
-def drive(method, A, b, x0, *, adjoint, damp, tol, atol, maxiter, rows, columns, args):
+def drive(
+    method,
+    A,
+    b,
+    x0,
+    *,
+    adjoint,
+    damp,
+    tol,
+    atol,
+    maxiter,
+    rows,
+    columns,
+    args,
+    history,
+    progress,
+    callback,
+):
     """Check the arguments, solve, and return ``(x, info)``."""
+    wanted = Watch(
+        arguments.history(history),
+        arguments.flag(progress, "progress"),
+        arguments.callback(callback),
+    )
     b, args = arguments.as_vector(b), arguments.data(args)
     # Constants of the user's program stay values, for the reason that `driver.drive` tells.
     x0 = None if x0 is None else jax.lax.optimization_barrier(arguments.as_vector(x0, "x0"))
@@ -144,7 +200,7 @@ def drive(method, A, b, x0, *, adjoint, damp, tol, atol, maxiter, rows, columns,
     values = consts, adjoint_consts, b, start, arguments.tolerance(damp, "damp", dtype), stop
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
     programs = _Operators(method, rows, columns, program, adjoint_program, traced)
-    return _solve(programs, x0 is not None, *values)
+    return _solve(programs, wanted, x0 is not None, *values)
 
 
 def _matrix(A, b, adjoint, columns):
@@ -186,48 +242,52 @@ def _unknowns(x0, adjoint, b):
     return jax.eval_shape(adjoint, b)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _solve(programs, started, A_consts, adjoint_consts, b, x0, damp, stop):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _solve(programs, wanted, started, A_consts, adjoint_consts, b, x0, damp, stop):
     """Solve, differentiably in the consts of ``A``, in ``b``, and with damping in ``x0``."""
 
     @jax.custom_jvp
     def solution(A_consts, adjoint_consts, b, x0, damp, stop):
         problem = programs.problem(A_consts, adjoint_consts, damp, x0)
-        return _run(programs.method, problem, b, x0, stop, started)
+        return _run(programs.method, problem, b, x0, stop, started, wanted)
 
     @solution.defjvp
     def _(primals, tangents):
         A_consts, adjoint_consts, b, x0, damp, stop = primals
         t_A_consts, _, t_b, t_x0, t_damp, _ = tangents
-        x, info = solution(*primals)
+        x, info, size = solution(*primals)
 
         # N x = A^H b + damp^2 x0, where N = A^H A + damp^2  =>  N x' = the derivative of
-        # A^H (b - A x) - damp^2 (x - x0) at fixed x, which is zero at the solution.
+        # A^H (b - A x) - damp^2 (x - x0) at fixed x, which is zero at the solution. In units of
+        # `size` neither N nor its square root leaves the range of the floats.
         def normal_residual(A_consts, b, x0, damp):
             problem = programs.problem(A_consts, None, damp, like=x)
-            residual = trees.subtract(b, problem.A(x))
-            return trees.axpy(-damp * damp, trees.subtract(x, x0), problem.adjoint(residual))
+            r = trees.scale(1 / size, trees.subtract(b, problem.A(x)))
+            pull = damp / size * damp
+            return trees.axpy(-pull, trees.subtract(x, x0), problem.adjoint(r))
 
         moved = (A_consts, b, x0, damp), (t_A_consts, t_b, t_x0, t_damp)
         _, rhs = jax.jvp(normal_residual, *moved)
-        problem = programs.problem(A_consts, adjoint_consts, damp, x0)
+        scaled = programs.problem(A_consts, adjoint_consts, damp, x0).scaled(size)
         tol = stop.relative(info).tol
 
         def N(v):
-            return trees.axpy(damp * damp, v, problem.adjoint(problem.A(v)))
+            return trees.axpy(scaled.damp * scaled.damp, v, scaled.adjoint(scaled.A(v)))
 
         def solve(rhs):
             options = {"tol": tol, "atol": 0.0, "maxiter": None, "M": None}
             # N may be singular, and rhs not in its range: minres leaves out what cannot be met.
             return driver.drive(minres.METHOD, N, rhs, None, space=programs.columns, **options)[0]
 
-        t_x = derivative.linear_solve(N, solve, solve, rhs, symmetric=True)
-        return (x, info), (t_x, jax.tree.map(derivative.no_tangent, info))
+        t_x = trees.scale(1 / size, derivative.linear_solve(N, solve, solve, rhs, symmetric=True))
+        unmoved = jax.tree.map(derivative.no_tangent, (info, size))
+        return (x, info, size), (t_x, *unmoved)
 
-    return solution(A_consts, adjoint_consts, b, x0, damp, stop)
+    x, info, _ = solution(A_consts, adjoint_consts, b, x0, damp, stop)
+    return x, info
 
 
-def _run(method, problem, b, x0, stop, started):
+def _run(method, problem, b, x0, stop, started, wanted):
     """Run the method until the true residuals or the method say why to end."""
     b = jax.lax.optimization_barrier(b)  # the first product with the adjoint is of b
     r = trees.subtract(b, problem.A(x0)) if started else b
@@ -240,73 +300,97 @@ def _run(method, problem, b, x0, stop, started):
     # The size that `open` tells is that of b; x is another one.
     size = columns.size(x0) if stop.maxiter is None else None
     limits = Limits.agreed(packed[:-1], rhs_norm, size, stop)
-    unit = trees.power_of_two(residual_norm, b)
-    zero = jnp.zeros((), jnp.int32)
-    state = method.init(problem, trees.scale(1 / unit, r), x0)
+    if started:  # without damping the solution of a zero system is zero
+        zero_rhs = (rhs_norm == 0) & (problem.damp == 0)
+        x0, r = trees.select(zero_rhs, (trees.zeros_like(x0), b), (x0, r))
+        residual_norm = jnp.where(zero_rhs, 0, residual_norm)
+    scales, state = _scale(method, problem, r, residual_norm, x0)
     opening = problem.taken()
+    zero = jnp.zeros((), jnp.int32)
     first = _Look(
         state,
         iterations=zero,
         steps=zero,
         looks=zero,
-        margin=jnp.ones_like(unit),
+        margin=jnp.ones_like(rhs_norm),
         residual=residual_norm,
-        normal=jnp.full_like(unit, jnp.inf),
-        condition=jnp.ones_like(unit),
+        normal=jnp.full_like(rhs_norm, jnp.inf),
+        condition=jnp.ones_like(rhs_norm),
         reason=limits.at_start(rhs_norm, residual_norm),
+        seen=Seen.nothing(wanted, residual_norm),
     )
     cost: dict[str, int] = {}
-    look = functools.partial(_look, method, problem, b, x0, unit, limits, cost)
+    look = functools.partial(_look, method, problem, b, x0, scales, limits, wanted, cost)
     end = jax.lax.while_loop(lambda s: s.reason == Reason.RUNNING, look, first)
-    return trees.axpy(unit, end.state.x, x0), report(
+    # An x that its dtype cannot hold is no better than the start.
+    lost = ~jnp.isfinite(end.residual)
+    x = trees.select(lost, x0, trees.axpy(scales.back, end.state.x, x0))
+    info = report(
         method.name,
-        Watch(),
-        rows,
+        wanted,
+        problem.deciding,
         limits,
-        None,
+        end.seen,
         converged=end.reason == Reason.CONVERGED,
         reason=end.reason,
         iterations=end.iterations,
-        residual_norm=end.residual,
+        residual_norm=jnp.where(lost, residual_norm, end.residual),
         rhs_norm=rhs_norm,
-        breakdown=jnp.zeros_like(unit),
+        breakdown=jnp.zeros_like(rhs_norm),
         condition_estimate=end.condition,
         reductions=opening + cost["step"] * end.steps + cost["look"] * end.looks,
     )
+    return x, info, scales.size
 
 
-def _look(method, problem, b, x0, unit, limits, cost, before):
+def _scale(method, problem, r, residual_norm, x0):
+    """Return the `_Scales` of a problem, equal on all ranks, and the method's first state."""
+    unit = trees.power_of_two(residual_norm, r)
+    r = trees.scale(1 / unit, r)
+    gradient = problem.adjoint(r)
+    normal = problem.decide(problem.columns.norm(gradient))
+    larger = jnp.hypot(normal, problem.damp)
+    size = trees.power_of_two(larger, larger)
+    norms = residual_norm / unit, normal / size
+    state = method.init(r, norms[0], trees.scale(1 / size, gradient), norms[1], x0)
+    return _Scales(unit, size), state
+
+
+def _look(method, problem, b, x0, scales, limits, wanted, cost, before):
     """Let the method run until it thinks that it is done, and look at the true residuals."""
+    unit, scaled = scales.unit, problem.scaled(scales.size)
     eps = jnp.asarray(trees.epsilon(b), unit.dtype)
     goals = before.margin * limits.threshold / unit, before.margin * limits.tol
     aim = Aim(*(jnp.where(limits.fixed, -1, jnp.maximum(goal, eps)) for goal in goals))
 
     def runs(carry):
-        state, iterations, _ = carry
+        state, iterations, *_ = carry
         return (state.event == Reason.RUNNING) & (iterations < limits.maxiter)
 
     def step(carry):
-        state, iterations, steps = carry
+        state, iterations, steps, seen = carry
         problem.taken()
-        state = method.step(problem, aim, state)
-        cost["step"] = problem.taken()
+        state = method.step(scaled, aim, state)
         iterations += (state.event < Reason.INDEFINITE_OPERATOR).astype(jnp.int32)
-        return state, iterations, steps + 1
+        if any(wanted):
+            norm = unit * _undamped(scaled, state)
+            seen = seen.after(method.name, wanted, limits, iterations, norm)
+        cost["step"] = problem.taken()
+        return state, iterations, steps + 1, seen
 
     start = before.state._replace(event=jnp.full((), Reason.RUNNING, jnp.int32))
-    carry = start, before.iterations, before.steps
-    state, iterations, steps = jax.lax.while_loop(runs, step, carry)
+    carry = start, before.iterations, before.steps, before.seen
+    state, iterations, steps, seen = jax.lax.while_loop(runs, step, carry)
 
-    move = trees.scale(unit, state.x)
-    r = trees.subtract(b, problem.A(trees.axpy(jnp.ones_like(unit), move, x0)))
-    pull = problem.damp * problem.damp
-    gradient = trees.axpy(-pull, move, problem.adjoint(r))
-    norms = problem.rows.norm(r), problem.columns.norm(gradient), problem.columns.norm(move)
+    x = trees.axpy(scales.back, state.x, x0)
+    r = trees.scale(1 / unit, trees.subtract(b, problem.A(x)))
+    gradient = trees.axpy(-scaled.damp * scaled.damp, state.x, scaled.adjoint(r))
+    norms = problem.rows.norm(r), problem.columns.norm(gradient), problem.columns.norm(state.x)
     numbers = jnp.stack([*norms, state.norm, state.condition])
     residual, normal, moved, norm, condition = problem.decide(numbers)
     cost["look"] = problem.taken()
 
-    damped = jnp.hypot(residual, problem.damp * moved)
+    damped, residual = jnp.hypot(residual, scaled.damp * moved), unit * residual
     met = (residual <= limits.threshold) | (normal <= limits.tol * norm * damped)
     helps = (residual < 0.9 * before.residual) | (normal < 0.9 * before.normal)
     reason = jnp.select(
@@ -327,4 +411,11 @@ def _look(method, problem, b, x0, unit, limits, cost, before):
         Reason.RUNNING,
     ).astype(jnp.int32)
     margin, looks = before.margin / 2, before.looks + 1
-    return _Look(state, iterations, steps, looks, margin, residual, normal, condition, reason)
+    return _Look(state, iterations, steps, looks, margin, residual, normal, condition, reason, seen)
+
+
+def _undamped(problem, state):
+    """Return ``||r||`` from the norm that the method minimises."""
+    damping = problem.damp * problem.columns.norm(state.x)
+    share = jnp.minimum(trees.safe_ratio(damping, state.damped), 1)
+    return state.damped * jnp.sqrt((1 - share) * (1 + share))

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
@@ -108,7 +109,14 @@ def natural_gradient(
     Raises
     ------
     TypeError, ValueError
-        While tracing, before any message, for arguments that cannot work.
+        While tracing, before any message, for arguments that cannot work. Outside jit, after one
+        message, for a ``shift`` with entries 0 that ``"kernel"`` would divide by.
+
+    Notes
+    -----
+    Derivatives with respect to ``J``, ``residuals``, ``weights``, the damping and the momentum, in
+    forward and reverse mode, cost one more solve: of cg, or by one more Cholesky factorisation, in
+    which a shift that was raised is held. What is replicated gets its whole cotangent on each rank.
 
     Communication
     -------------
@@ -150,6 +158,7 @@ def natural_gradient(
         method = choose(counts, P, J.dtype, dtype, rows, maxiter, memory)
     data = J, residuals, momentum, weights, damping
     if method == "kernel":
+        _require_damping(J, weights, damping, rows)
         return _kernel(*data, counts=counts, dtype=dtype, rows=rows)
     if method == "dense":
         return _dense(*data, dtype=dtype, rows=rows)
@@ -165,8 +174,8 @@ def _cg(J, residuals, momentum, weights, damping, x0, *, dtype, rows, options):
     start = x0 if x0 is None or momentum is None else x0 - kept
     S = Gram(J, total, rows=rows, weights=weights)
     x, solve = cg(S, force, start, **options)
-    finite = jnp.isfinite(solve.residual_norm)
-    info = UpdateInfo(total, jnp.zeros((), total.dtype), running, finite, solve, "cg")
+    raised = jnp.zeros((), total.dtype)
+    info = UpdateInfo(total, raised, running, solve.converged, solve, "cg")
     return _add(x, kept), info
 
 
@@ -177,25 +186,26 @@ def _dense(J, residuals, momentum, weights, damping, *, dtype, rows):
     )
     H = Gram(J, rows=rows, weights=weights).dense_here(dtype)
     S = rows.sum_symmetric(H) / N.astype(dtype)
-    x, raised = cholesky.solve(S, force, total, rows)
-    info = UpdateInfo(total + raised, raised, running, jnp.isfinite(x).all(), None, "dense")
+    x, raised, solved = cholesky.solve(S, force, total, rows)
+    info = UpdateInfo(total + raised, raised, running, solved, None, "dense")
     return _add(x, kept), info
 
 
 @functools.partial(jax.jit, static_argnames=("counts", "dtype", "rows"))
 def _kernel(J, residuals, momentum, weights, damping, *, counts, dtype, rows):
-    R, kept = _rows_of_residuals(J, residuals, momentum, damping)
-    x, total, raised, running = dual.solve(
+    R, kept = _rows_of_residuals(J, residuals, momentum, damping, rows)
+    x, total, raised, running, solved = dual.solve(
         J, R, weights, damping, counts=counts, dtype=dtype, rows=rows
     )
-    info = UpdateInfo(total, raised, running, jnp.isfinite(x).all(), None, "kernel")
+    solved &= jnp.isfinite(x).all()
+    info = UpdateInfo(total, raised, running, solved, None, "kernel")
     return _add(x, kept), info
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "rows"))
 def _open(J, residuals, momentum, weights, damping, *, dtype, rows):
     """Return F, mu x_before, N, D and the running mean square; one message."""
-    R, kept = _rows_of_residuals(J, residuals, momentum, damping)
+    R, kept = _rows_of_residuals(J, residuals, momentum, damping, rows)
     real = jnp.finfo(J.dtype).dtype
     weight = jnp.asarray(len(J), real) if weights is None else weights.sum()
     weighted = R if weights is None else R * weights[None].astype(R.dtype)
@@ -215,13 +225,14 @@ def _open(J, residuals, momentum, weights, damping, *, dtype, rows):
     return forces[-1], kept, N, total, running
 
 
-def _rows_of_residuals(J, residuals, momentum, damping):
+def _rows_of_residuals(J, residuals, momentum, damping, rows):
     """Return the residuals whose forces are needed, (k, n), the one to solve for last."""
     if momentum is None:
         return residuals[None], None
     mu, previous = momentum
     kept = mu.astype(previous.dtype) * previous
-    rest = residuals - jnp.matmul(J, kept.astype(J.dtype), precision=HIGHEST)
+    entered = rows.enter(kept).astype(J.dtype)
+    rest = residuals - jnp.matmul(J, entered, precision=HIGHEST)
     return jnp.stack([residuals, rest] if damping.rms else [rest]), kept
 
 
@@ -267,6 +278,24 @@ def _check_momentum(momentum, P, dtype, real):
     return arguments.real_array(mu, "momentum[0]", real, ()), _like_update(
         previous, "momentum[1]", P, dtype
     )
+
+
+def _require_damping(J, weights, damping, rows):
+    """Raise where a parameter of the dual has no damping, as far as values are known."""
+    shift = damping.shift
+    alone = shift.ndim and damping.diag_scale is None and damping.rms is None
+    known = not any(isinstance(x, jax.core.Tracer) for x in (J, shift, weights))
+    if not alone or is_tracing() or not known or np.all(np.asarray(shift)):
+        return
+    squares = trees.squared(J)
+    here = squares.sum(0) if weights is None else weights @ squares
+    bare = np.flatnonzero((np.asarray(shift) == 0) & (np.asarray(rows.agree(here)) != 0))
+    if len(bare):
+        raise ValueError(
+            f"`shift` is 0 for {len(bare)} of {len(shift)} parameters that have samples, the first "
+            f"at entry {bare[0]}: the method 'kernel' divides by it. Pass a positive shift there, "
+            "or the method 'dense' or 'cg'."
+        )
 
 
 def _like_update(x, name, P, dtype):

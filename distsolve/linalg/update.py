@@ -21,8 +21,9 @@ class UpdateInfo:
         How much of it, at most, because the matrix was not positive definite without; mostly 0.
     rms : (P,) real, or None
         The running mean square of the force, for the next step.
-    finite : bool
-        Whether the update is.
+    converged : bool
+        Whether the system was solved: cg met its tolerance, or a Cholesky factor was found. Without
+        one the update is zero, or what momentum keeps.
     solve : Info, or None
         The report of cg.
     method : str
@@ -32,27 +33,22 @@ class UpdateInfo:
     shift: jax.Array
     raised: jax.Array
     rms: jax.Array | None
-    finite: jax.Array
+    converged: jax.Array
     solve: Info | None
     method: str = dataclasses.field(metadata={"static": True})
-
-    @property
-    def converged(self) -> jax.Array:
-        """Whether the system was solved: cg met its tolerance, or the others are finite."""
-        return self.finite if self.solve is None else self.solve.converged
 
     @property
     def message(self) -> str:
         """A sentence that says what happened and what to do; outside jit only."""
         if self.solve is not None:
             return f"cg: {self.solve.message}"
-        if isinstance(self.finite, jax.core.Tracer):
+        if isinstance(self.converged, jax.core.Tracer):
             raise TypeError("`info` is being traced: read its message outside jit.")
-        if not np.all(self.finite):
+        if not np.all(self.converged):
             return (
-                f"{self.method}: the update is not finite. Check that `J` and `residuals` are "
-                "finite on every rank; if they are, pass a larger `shift`, of which no entry is "
-                "negative, and for the method 'kernel' none is zero."
+                f"{self.method}: the system was not solved, as no Cholesky factor is finite. Check "
+                "that `J` and `residuals` are finite on every rank; if they are, pass a larger "
+                "`shift`, of which no entry is negative, and for the method 'kernel' none is zero."
             )
         largest, raised = float(np.max(self.shift, initial=0)), float(np.max(self.raised))
         if raised:
@@ -66,5 +62,5 @@ class UpdateInfo:
         """Raise `SolveError` unless the system was solved; outside jit only."""
         if self.solve is not None:
             self.solve.raise_if_failed()
-        elif not np.all(self.finite):
+        elif not np.all(self.converged):
             raise SolveError(self.message)

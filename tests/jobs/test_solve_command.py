@@ -70,6 +70,23 @@ def test_not_converged(solve, tmp_path):
     assert done.stdout.count("maxiter") == 1
 
 
+def test_what_happened_and_advice_are_told_apart():
+    from distsolve.commands.solve import ADVICE
+    from distsolve.linalg import Info, Reason
+
+    for reason in Reason:
+        info = Info(True, reason, 3, 0.5, 2.0, 0.25, -1.5, 1.0, 0)
+        outcome, said = info.outcome, info.message
+        failed = reason not in (Reason.RUNNING, Reason.CONVERGED, Reason.FIXED_STEPS)
+        assert (said == outcome) is not failed
+        assert said.startswith(outcome)
+        assert outcome.endswith(".")
+        assert "{" not in said
+        assert (info.reason_name in ADVICE) == failed
+        assert ("3 iterations" in outcome) == (reason > 0)
+    assert "<p, A p> = -1.5" in Info(True, 6, 3, 0.5, 2.0, 0.25, -1.5, 1.0, 0).outcome
+
+
 HEAD = "%%MatrixMarket matrix coordinate real general\n"
 FAULTS = {
     "missing.mtx": (None, "no such file"),

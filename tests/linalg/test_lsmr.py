@@ -69,14 +69,77 @@ def test_named_problems():
 
 
 @pytest.mark.once
-def test_scale_does_not_matter():
+@pytest.mark.parametrize(
+    ("of_A", "of_b", "of_damp"),
+    [
+        (1, 1e-25, 1),
+        (1, 1e25, 1),
+        (1e-25, 1, 1e-25),
+        (1e25, 1, 1e25),
+        (1e25, 1e25, 1e-25),  # hardly any damping
+        (1, 1e25, 1e25),  # hardly anything else
+        (1, 1e-25, 1e25),  # x is below the smallest float
+    ],
+)
+def test_scale_does_not_matter(of_A, of_b, of_damp):
     A, b = (part.astype(np.float32) for part in tall())
-    want = best(*tall())
-    for factor in (np.float32(1e-25), np.float32(1e25)):
-        x, info = lsmr(A, b * factor, maxiter=99, space=Replicated())
-        check((np.asarray(x, float) / float(factor), info), want, "converged", atol=1e-4)
-        x, info = lsmr(A * factor, b, maxiter=99, space=Replicated())
-        check((np.asarray(x, float) * float(factor), info), want, "converged", atol=1e-4)
+    A, b, damp = A * np.float32(of_A), b * np.float32(of_b), np.float32(0.5 * of_damp)
+    options = {"damp": 0.5 * of_damp / of_A, "atol": 1e-14, "btol": 1e-14, "conlim": 0}
+    want = scipy.sparse.linalg.lsmr(*tall(), **options)[0] * (of_b / of_A)
+    result = lsmr(A, b, damp=damp, maxiter=99, space=Replicated())
+    check(result, want, "converged", rtol=0, atol=1e-4 * np.abs(want).max() + 1e-37)
+
+
+@pytest.mark.once
+def test_an_answer_that_no_float_holds_is_no_nan():
+    A, b = (part.astype(np.float32) for part in tall())
+    solve = functools.partial(lsmr, maxiter=99, space=Replicated())
+    graded = np.diag([1, 1e-4]).astype(np.float32)
+    for matrix, rhs, of_A, of_b in [(A, b, 1e-25, 1e25), (graded, b[:2], 1e-19, 1e18)]:
+        x, info = solve(matrix * np.float32(of_A), rhs * np.float32(of_b))
+        agree(bool(jnp.isfinite(x).all()) and not info.converged, info.message)
+        agree(float(info.residual_norm) <= float(info.rhs_norm), info.message)
+
+
+@pytest.mark.once
+def test_derivative_where_squares_overflow():
+    A, b = (jnp.asarray(part, jnp.float32) for part in tall())
+
+    def slope(factor):
+        def solve(b, damp):
+            return lsmr(factor * A, b, damp=damp, tol=1e-6, space=Replicated())[0]
+
+        return jax.jvp(solve, (factor * b, factor * 0.5), (factor * b, factor))[1]
+
+    large = jnp.float32(1e25)
+    assert_allclose(slope(large), slope(jnp.float32(1)), rtol=1e-3)
+
+
+@pytest.mark.parametrize("damp", [0.0, 0.5])
+def test_right_hand_side_of_zeros(damp):
+    A, _ = tall()
+    mine, start = layout("uneven", M).mine, np.arange(1.0, N + 1)
+    for tol in (1e-5, 1e-10):
+        result = lsmr(A[mine], np.zeros(M)[mine], start, damp=damp, tol=tol)
+        want = start + best(A, -A @ start, damp) if damp else np.zeros(N)
+        check(result, want, "converged", rtol=0, atol=100 * tol * damp)
+    x, info = lsmr(A[mine], np.zeros(M)[mine], start, damp=damp, tol=0, maxiter=3)
+    agree(info.reason_name == "fixed_steps", info.message)
+    agree(bool(damp) or not np.any(x), f"{x}")
+
+
+@pytest.mark.parametrize("damp", [0.0, 0.5])
+def test_history_is_of_the_residual_without_damping(damp):
+    A, b = tall()
+    mine, start, told = layout("uneven", M).mine, np.arange(1.0, N + 1), []
+    solve = functools.partial(lsmr, A[mine], b[mine], start, damp=damp, tol=0, maxiter=3)
+    _, info = solve(history=5, callback=lambda iteration, residual: told.append(residual))
+    jax.effects_barrier()
+    same_everywhere(info)
+    want = [solve(maxiter=k)[1].residual_norm for k in range(4)]
+    assert_allclose(info.residual_history[:4], want, rtol=1e-10)
+    assert_allclose(told, want[1:], rtol=1e-10)
+    agree(bool(jnp.isnan(info.residual_history[4])))
 
 
 def test_rows_spread_over_ranks():
@@ -151,6 +214,8 @@ def test_arguments_are_checked():
         ((A, b), {"columns_space": Sharded()}, ValueError, "knows its adjoint"),
         ((A, b, np.ones(3)), {}, ValueError, "`x0`"),
         ((A, b), {"damp": -1.0}, ValueError, "`damp` must be at least 0"),
+        ((A, b), {"history": -1}, ValueError, "`history` must be the number of residual norms"),
+        ((A, b), {"callback": 3}, TypeError, "`callback` must be a function"),
     ]:
         with pytest.raises(error, match=text):
             lsmr(*arguments, **options)

@@ -10,10 +10,17 @@ import pytest
 from linalg.solves import counted, layout
 from spmd import agree, assert_allclose, ranks
 
-from distsolve.linalg import Sharded, cg, gmres, minres, watch
+from distsolve.linalg import Sharded, cg, gmres, lsmr, minres, watch
 
 DIAGONAL = np.linspace(1.0, 50.0, 30)
-SOLVERS = [cg, minres, gmres]
+
+
+def square_lsmr(A, b, *, space, **options):
+    """Solve with a Hermitian operator by `lsmr`."""
+    return lsmr(A, b, adjoint=A, space=space, columns_space=space, **options)
+
+
+SOLVERS = [cg, minres, gmres, square_lsmr]
 
 
 @pytest.fixture(params=["replicated", "uneven"])
@@ -53,13 +60,14 @@ def test_history_and_callback_tell_of_every_step(solve, home):
 
 def test_line_is_shown_on_rank_0_alone(home, capfd):
     space, diagonal = home
-    for _ in range(2):
-        cg(lambda p: diagonal * p, jnp.ones_like(diagonal), space=space, progress=True)
+    for solve in (cg, square_lsmr):
+        solve(lambda p: diagonal * p, jnp.ones_like(diagonal), space=space, progress=True)
     right = jnp.ones((3, len(diagonal)))
     jax.vmap(lambda b: cg(lambda p: diagonal * p, b, space=space, progress=True))(right)
     text = capfd.readouterr().err
     agree(text.count("to reach") >= 3 if ranks().rank == 0 else not text, text)
-    agree("iterations/s" in text and "residual" in text if ranks().rank == 0 else True, text)
+    for said in ("iterations/s", "residual", "cg: ", "lsmr: "):
+        agree(said in text if ranks().rank == 0 else True, text)
 
 
 @pytest.mark.once
@@ -74,9 +82,10 @@ def test_line_tells_no_rate_after_one_report(capsys):
 
 def test_messages_are_counted(home):
     space, diagonal = home
-    for method in ("classic", "single_reduction"):
-        solve = functools.partial(cg, lambda p: diagonal * p, space=space, history=5, method=method)
-        (_, info), made = counted(solve, jnp.ones_like(diagonal))
+    for solve in (cg, functools.partial(cg, method="single_reduction"), square_lsmr):
+        options = {"space": space, "history": 5}
+        shown = functools.partial(solve, lambda p: diagonal * p, **options)
+        (_, info), made = counted(shown, jnp.ones_like(diagonal))
         agree(int(info.reductions) == made, f"{info.reductions} reported, {made} made")
 
 

@@ -6,6 +6,7 @@ square of the size of ``A`` appears, and vectors live in two spaces, which is wh
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,11 @@ class State(NamedTuple):
     event: jax.Array
 
     @property
+    def damped(self) -> jax.Array:
+        """The norm of the residual, with what the damping adds."""
+        return self.estimate.norm
+
+    @property
     def condition(self) -> jax.Array:
         """An estimate of the condition of A; 1 before the first step."""
         least, most = self.pivots
@@ -62,18 +68,13 @@ class Estimate(NamedTuple):
     damped: jax.Array  # what the damping adds
 
 
-def init(problem: Problem, r: Any, like: Any) -> State:
-    """Return the state at the zero vector like ``like``, whose residual is ``r``."""
-    beta = problem.rows.norm(r)
-    u = trees.scale(_inverse(beta), r)
-    v = problem.adjoint(u)
-    alpha = problem.columns.norm(v)
-    v = trees.scale(_inverse(alpha), v)
+def init(r: Any, beta: jax.Array, gradient: Any, normal: jax.Array, like: Any) -> State:
+    """Return the state at the zero vector like ``like``, for ``gradient = A^H r`` and the norms."""
+    alpha, v = trees.safe_ratio(normal, beta), trees.scale(_inverse(normal), gradient)
     zero, one, nothing = jnp.zeros_like(beta), jnp.ones_like(beta), trees.zeros_like(like)
-    # alpha beta, the first || A^H r ||: the residual has a norm of about 1.
     return State(
         x=nothing,
-        u=u,
+        u=trees.scale(_inverse(beta), r),
         v=v,
         h=v,
         h_bar=nothing,
@@ -84,7 +85,7 @@ def init(problem: Problem, r: Any, like: Any) -> State:
         c_bar=one,
         s_bar=zero,
         zeta=zero,
-        zeta_bar=alpha * beta,
+        zeta_bar=normal,
         estimate=Estimate(beta, beta, zero, one, zero, zero, zero),
         norm=alpha,
         pivots=(jnp.full_like(beta, jnp.inf), zero),
@@ -212,12 +213,15 @@ def lsmr(
     space: Space | None = None,
     columns_space: Space | None = None,
     args: tuple[Any, ...] = (),
+    history: int = 0,
+    progress: bool = False,
+    callback: Callable[[int, float], Any] | None = None,
 ) -> tuple[Any, Info]:
     """Solve a least-squares problem of any shape and rank by LSMR.
 
     The equation is ``A^H (A x - b) + damp^2 (x - x0) = 0``: x minimises
     ``||A x - b||^2 + damp^2 ||x - x0||^2``, over ``Re <x, y>``. Of all solutions it is the one
-    nearest to ``x0``.
+    nearest to ``x0``; but for ``b = 0`` without damping it is 0.
 
     Parameters
     ----------
@@ -246,6 +250,10 @@ def lsmr(
         Where ``x`` lives: `Replicated` by default.
     args : tuple of pytrees of arrays
         Data handed to ``A`` behind the vector.
+    history, progress, callback
+        As for all solvers: see the head of `distsolve.linalg.driver`. The norm that they get is
+        ``||b - A x||``, without the damping, from the recurrence of the method; that of
+        ``info.residual_norm`` is computed from x.
 
     Returns
     -------
@@ -269,7 +277,8 @@ def lsmr(
     -------------
     One product with ``A``, one with its adjoint and one reduction in each space in each step. With
     the default spaces: one small reduction, one of the size of ``x`` and one tiny message in which
-    the ranks agree.
+    the ranks agree. With columns in pieces, `history`, `progress` and `callback` take one more
+    reduction in each step.
 
     References
     ----------
@@ -296,4 +305,7 @@ def lsmr(
         rows=arguments.space(space, Sharded),
         columns=arguments.space(columns_space, Replicated, "columns_space"),
         args=args,
+        history=history,
+        progress=progress,
+        callback=callback,
     )

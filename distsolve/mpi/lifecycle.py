@@ -37,7 +37,7 @@ def is_on(switch: str) -> bool:
 
 def finish() -> None:
     """Wait for queued MPI calls before MPI goes away; a failed one makes the job fail."""
-    watchdog.set_phase(b"at the end of its program, in no call")
+    watchdog.set_at_end()
     try:
         wait_for_ordered()
         nonblocking.finish()

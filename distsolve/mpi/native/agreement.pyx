@@ -162,7 +162,7 @@ cdef Error *show(
 ) noexcept nogil:
     """Answer a table of what each rank is about to do: the same on all ranks."""
     cdef char *texts = <char *> calloc(comm.size + 1, TEXT)
-    cdef char report[8192]
+    cdef char report[MOST_LINES * (TEXT + 220)]
     cdef char ranks[200]
     cdef char *mine
     cdef Error *error
@@ -179,6 +179,7 @@ cdef Error *show(
         if lines < MOST_LINES and ranks_like(texts, TEXT, comm.size, i, ranks, sizeof(ranks)):
             used += snprintf(
                 report + used, sizeof(report) - used, "\n  rank %s: %s", ranks, texts + i * TEXT)
+            used = min(used, <int> sizeof(report) - 1)
             lines += 1
     error = ffi_error(frame, report)
     free(texts)

@@ -7,8 +7,8 @@ handler and a thread that looks after hanging calls can read it whatever the pro
 
 from libc.stdint cimport int64_t
 from libc.stdio cimport snprintf
-from libc.stdlib cimport malloc, realloc
-from libc.string cimport memcpy, strcmp
+from libc.stdlib cimport realloc
+from libc.string cimport memcpy, strcmp, strdup
 
 from distsolve.mpi.native.ffi cimport (
     pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
@@ -88,7 +88,6 @@ cdef int n_sites = 0
 cdef const char *call_names[N_NAMES]
 cdef const char *dtype_names[N_NAMES]
 cdef const char *op_names[N_NAMES]
-cdef object owner_of_names = None
 cdef int this_rank = 0
 cdef Entry *profiled = NULL     # all calls since `start_profile`, in the order of their ends
 cdef int64_t n_profiled = 0
@@ -268,16 +267,21 @@ def show_at_signal(int rank):
     show_at(show_all)
 
 
+cdef const char *kept(bytes text):
+    """A copy that outlives Python, whose end the watchdog's thread does not notice."""
+    cdef char *copy = strdup(text)
+    if copy == NULL:
+        raise MemoryError
+    return copy
+
+
 cdef void keep_names(const char **names, list texts):
-    cdef int index
     for index, text in enumerate(texts):
-        names[index] = text
+        names[<int> index] = kept(text)
 
 
 def set_names(list calls, list dtypes, list ops):
     """Give the names that lines are written with, as bytes by number."""
-    global owner_of_names
-    owner_of_names = calls, dtypes, ops
     keep_names(call_names, calls)
     keep_names(dtype_names, dtypes)
     keep_names(op_names, ops)
@@ -293,17 +297,12 @@ def add_site(int64_t where, bytes text):
     """Publish the file and line of a positive number; it stays for the life of the process."""
     global n_sites
     cdef int64_t place = where % N_SITES
-    cdef char *kept
     while sites[place].where not in (0, where):
         place = (place + 1) % N_SITES
     if sites[place].where == where or n_sites >= N_SITES // 2:
         return
-    kept = <char *> malloc(len(text) + 1)
-    if kept == NULL:
-        raise MemoryError
-    memcpy(kept, <const char *> text, len(text) + 1)
+    sites[place].text = kept(text)
     n_sites += 1
-    sites[place].text = kept
     put(&sites[place].where, where)
 
 

@@ -69,7 +69,7 @@ cdef enum:
 cdef int64_t timeout = 0        # nanoseconds; 0: off
 cdef bint ends_job = True
 cdef bint stacks_known = False  # whether SIGUSR1 shows Python's stacks
-cdef const char *phase = NULL   # what this rank does when it is in no call, where that is known
+cdef bint at_end = False        # whether the program has ended, and MPI is about to
 cdef bint runs = False
 cdef int channel = -1
 cdef uint64_t token = 0
@@ -79,7 +79,6 @@ cdef Place *places = NULL
 cdef int64_t question = 0       # the round that is being answered
 cdef Packet *answers = NULL     # of the ranks of the communicator in question, or NULL
 cdef const Comm *asked = NULL
-cdef object phases = []         # keeps what `phase` points at
 
 
 cdef bint oldest_inside(Entry *found) noexcept nogil:
@@ -105,8 +104,8 @@ cdef void where_now(Packet *packet, int comm_id) noexcept nogil:
         packet.seconds = (clock_now() - entry.entered) * 1e-9
         describe(&entry, text, sizeof(text))
         snprintf(packet.key, KEY_SIZE, "in %s", text)
-    elif phase != NULL:
-        snprintf(packet.key, KEY_SIZE, "%s", phase)
+    elif at_end:
+        snprintf(packet.key, KEY_SIZE, "at the end of its program, in no call")
     elif last > 0 and read_entry(last, &entry):
         packet.seconds = (clock_now() - entry.left) * 1e-9
         describe(&entry, text, sizeof(text))
@@ -117,10 +116,14 @@ cdef void where_now(Packet *packet, int comm_id) noexcept nogil:
 
 
 cdef void show_own_stacks() noexcept nogil:
-    cdef char line[64]
-    snprintf(line, sizeof(line), "rank %d: its Python stacks, then its last calls\n", rank)
+    cdef char line[80]
+    if stacks_known:
+        snprintf(line, sizeof(line), "rank %d: its Python stacks, then its last calls\n", rank)
+    else:
+        snprintf(line, sizeof(line), "rank %d: no stacks, the program has taken SIGUSR1\n", rank)
     write_text(STDERR, line)
-    kill(getpid(), SIGUSR1)
+    if stacks_known:
+        kill(getpid(), SIGUSR1)
 
 
 cdef void take_packet(const Packet *packet) noexcept nogil:
@@ -217,9 +220,6 @@ cdef void show_stacks() noexcept nogil:
     cdef Packet packet
     cdef int shown = 0
     cdef int i
-    if not stacks_known:
-        write_text(STDERR, "No Python stacks: the program has taken SIGUSR1.\n")
-        return
     memset(&packet, 0, sizeof(packet))
     packet.token, packet.kind, packet.rank = token, SHOW_STACKS, rank
     show_own_stacks()
@@ -333,8 +333,7 @@ def set_limit(double seconds, bint end_the_job):
     timeout, ends_job = <int64_t> (seconds * 1e9), end_the_job
 
 
-def set_phase(bytes text):
-    """Say what this rank does from now on when it is in no call."""
-    global phase
-    phases.append(text)
-    phase = text
+def set_at_end():
+    """Say that the program has ended: this rank makes no calls any more."""
+    global at_end
+    at_end = True

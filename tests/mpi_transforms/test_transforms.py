@@ -302,7 +302,8 @@ matrices.
 
 A derivative is MPI calls too, so every rank must differentiate through the same calls: an operand
 that depends on the parameters on one rank and is a constant on another gives the two ranks
-different messages. Let it depend on them everywhere, if need be as `0 * x`.
+different messages. Let it depend on them everywhere, if need be as `0 * x`. The same holds for a
+batch: an operand is batched on all ranks or on none.
 
 Written by `python tests/mpi_transforms/test_transforms.py --write docs/transforms.md`.
 """

@@ -39,7 +39,7 @@ def test_two_steps_are_not_enough():
     check((x, info), [0.9, 0.6, 0.3], "maxiter", 2)
     assert_allclose(info.residual_norm / info.rhs_norm, np.sqrt(0.02), rtol=1e-12)
     agree("maxiter" in info.message and "0.244949" in info.message, info.message)
-    with pytest.raises(SolveError, match="raise `maxiter`"):
+    with pytest.raises(SolveError, match="Raise `maxiter`"):
         info.raise_if_failed()
 
 

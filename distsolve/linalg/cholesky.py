@@ -64,8 +64,9 @@ def solve(H: jax.Array, b: jax.Array, damping: jax.Array, space: Space):
             return jax.scipy.linalg.cho_solve((L, True), rhs)
 
         t_x = derivative.linear_solve(multiply, another, another, rhs, symmetric=True)
+        known = jnp.where(solved, 1, jnp.nan).astype(x.dtype)  # a factor: in reverse it is one, too
         unmoved = map(derivative.no_tangent, (raised, solved))
-        return (x, raised, solved), (jnp.where(solved, t_x, jnp.nan), *unmoved)
+        return (x, raised, solved), (t_x * known, *unmoved)
 
     return solution(H, b, jnp.broadcast_to(damping, b.shape))
 

@@ -10,6 +10,7 @@ import time
 import traceback
 from typing import Any
 
+from distsolve.mpi import launcher
 from distsolve.mpi._jaxcompat import wait_for_ordered
 from distsolve.mpi.native import abi, nonblocking, watchdog
 
@@ -95,8 +96,7 @@ def _job_of_many_ranks() -> Any:
     """mpi4py's module, where an uncaught exception must end a job of more than one rank."""
     if not _wants_abort() or is_on("DISTSOLVE_NO_MPI"):
         return None
-    launched = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"))
-    if "mpi4py.MPI" not in sys.modules and not launched:
+    if "mpi4py.MPI" not in sys.modules and launcher.started_by() is None:
         return None
     try:
         from mpi4py import MPI

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -133,7 +134,7 @@ class profile:  # noqa: N801 - used as a function is
 
     def __enter__(self) -> Profile:
         self._record = resolve()
-        self._world = duplicate_of(self._record.id)
+        self._world = _own_world(self._record.id)
         wait_for_ordered()
         self._offset = _offset_to_rank_0(self._world)
         recorder.start_profile()
@@ -142,9 +143,11 @@ class profile:  # noqa: N801 - used as a function is
         return self._profile
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        wait_for_ordered()
-        end = time.monotonic()
-        entries = recorder.end_profile()
+        try:
+            wait_for_ordered()
+        finally:
+            end = time.monotonic()
+            entries = recorder.end_profile()
         if kind is not None:  # the other ranks may never come
             return
         offset = _offset_to_rank_0(self._world)
@@ -165,6 +168,13 @@ class profile:  # noqa: N801 - used as a function is
                 answer = _lines(everything), max(seconds for _, seconds in gathered)
             answer = self._world.bcast(answer)
         self._profile.lines, self._profile.seconds = answer
+
+
+@functools.cache
+def _own_world(comm_id: int) -> Any:
+    """The world once more: messages here must not meet those of the program. Collective, once."""
+    world = duplicate_of(comm_id)
+    return None if world is None else world.Dup()
 
 
 def _offset_to_rank_0(world: Any) -> float:
@@ -189,7 +199,7 @@ def _offset_to_rank_0(world: Any) -> float:
 
 
 def _event(entry: dict, rank: int, on_rank_0: Any) -> _Event:
-    members = abi.world_of(entry["comm"]) or [rank]
+    members = abi.world_of(entry["comm"])
     collective = entry["number"] > 0
     return _Event(
         rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import math
 import os
@@ -22,16 +23,14 @@ _ELSEWHERE = ("192.0.2.1", 9)
 
 _limit: tuple[float, str] | None = None
 _world: tuple[Any, Any] | None = None  # mpi4py's module and our duplicate of the world
-_shows_stacks = False
 
 
 def show_at_signal(rank: int) -> None:
     """Let SIGUSR1 show Python's stacks and the last calls, unless the program has a use for it."""
-    global _shows_stacks
     if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         recorder.show_at_signal(rank)
         faulthandler.register(signal.SIGUSR1, file=_STDERR, all_threads=True, chain=True)
-        _shows_stacks = True
+        recorder.stacks_are_shown()
 
 
 def set_timeout(seconds: float | None, *, action: str = "abort") -> None:
@@ -62,13 +61,29 @@ def set_timeout(seconds: float | None, *, action: str = "abort") -> None:
 
 
 def of_world(MPI: Any, world: Any) -> None:
-    """Take note of our duplicate of the world, which is a collective moment; None: no MPI."""
+    """Take note of our duplicate of the world, which is a collective moment; None: no MPI.
+
+    Ranks whose settings differ would exchange different messages from here on: they all raise.
+    """
     global _limit, _world
     _world = MPI, world
     if _limit is None:
         _limit = _of_environment()
+    if world is not None:
+        settings = agreement.get_checking(), agreement.get_lines(), _limit
+        _refuse_differences(world.allgather(settings))
     if _limit is not None:
         _arm()
+
+
+def _refuse_differences(everyone: list[tuple]) -> None:
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise RuntimeError(
+                f"DISTSOLVE_CHECK, DISTSOLVE_TIMEOUT or set_timeout differ between ranks 0 and "
+                f"{rank} (checking, lines, time-out: {everyone[0]} and {theirs}). Set them equally "
+                "on all ranks: `mpiexec -genv NAME VALUE` (MPICH), `mpiexec -x NAME` (Open MPI)."
+            )
 
 
 def _checked(seconds: Any, action: Any, name: str, action_name: str) -> tuple[float, str]:
@@ -117,7 +132,7 @@ def _arm() -> None:
 def _start(MPI: Any, world: Any) -> None:
     """Let the ranks know where each other's watchdog listens, and start this one."""
     if MPI is None:
-        native.start(0, [(0, 0)], 0, _shows_stacks)
+        native.start(0, [(0, 0)], 0)
         return
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     home = node.bcast(world.Get_rank())
@@ -135,14 +150,15 @@ def _start(MPI: Any, world: Any) -> None:
     ]
     packed = [int.from_bytes(socket.inet_aton(host), sys.byteorder) for host in hosts]
     places = list(zip(packed, ports, strict=True))
-    native.start(world.Get_rank(), places, tokens[0], _shows_stacks)
+    native.start(world.Get_rank(), places, tokens[0])
 
 
 def _own_address() -> str:
-    """The address of this machine that others reach it by."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_ELSEWHERE)
-            return str(probe.getsockname()[0])
-        except OSError:  # no network: all ranks are here
-            return "127.0.0.1"
+    """The address that other machines reach this one by: that of its name, or of its way out."""
+    found = []
+    with contextlib.suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(_ELSEWHERE)
+        found.append(str(probe.getsockname()[0]))
+    return next((host for host in found if not host.startswith("127.")), "127.0.0.1")

@@ -51,6 +51,11 @@ def get_checking():
     return checking
 
 
+def get_lines():
+    """Whether it compares lines."""
+    return comparing_lines
+
+
 cdef uint64_t mixed(uint64_t hash, int64_t value) noexcept nogil:
     """Add a number to a hash (the finaliser of splitmix64)."""
     hash = (hash ^ <uint64_t> value) + <uint64_t> 0x9e3779b97f4a7c15
@@ -63,9 +68,10 @@ cdef uint64_t hash_of(const Entry *entry) noexcept nogil:
     """A hash of what must be equal on all ranks."""
     cdef uint64_t hash = mixed(mixed(mixed(0, entry.number), entry.call), entry.op)
     hash = mixed(hash, entry.peer)
-    if entry.call != ALLTOALLW:     # whose ranks send different amounts
-        hash = mixed(hash, entry.count)
-    return mixed(hash, entry.dtype if entry.count > 0 else 0)
+    if entry.call == ALLTOALLW:     # whose ranks send different amounts
+        return mixed(hash, entry.dtype)
+    # The dtype of nothing may be that of a token.
+    return mixed(mixed(hash, entry.count), entry.dtype if entry.count > 0 else 0)
 
 
 cdef void put_parts(double *words, uint64_t hash, int n) noexcept nogil:
@@ -135,7 +141,8 @@ cdef Error *compare(
     """Answer an error on all ranks of a communicator unless they are about to make one call."""
     cdef double words[WORDS]
     cdef double *samples = words + 2 * PARTS
-    cdef int i
+    cdef char text[128]
+    cdef int code, i
     memset(words, 0, sizeof(words))
     put_parts(words, hash_of(entry), CALL_PARTS)
     put_parts(words + 2 * CALL_PARTS, mixed(0, entry.where), LINE_PARTS)
@@ -143,8 +150,12 @@ cdef Error *compare(
     for i in range(canary.n):
         samples[2 * i] = canary.value[i]
         samples[2 * i + 1] = fabs(canary.value[i])
-    (<combine_t> address[<int> ALLREDUCE])(
+    code = (<combine_t> address[<int> ALLREDUCE])(
         constants.in_place, words, WORDS, mpi_type(XLA_FFI_DataType_F64), mpi_op(SUM), comm.handle)
+    if code != 0:
+        snprintf(text, sizeof(text), "The reduction of DISTSOLVE_CHECK on communicator %d failed "
+                 "with MPI's code %d.", comm.id, code)
+        return ffi_error(frame, text)
     for i in range(canary.n):
         canary.value[i], canary.size[i] = samples[2 * i], samples[2 * i + 1]
     if not are_equal(words, CALL_PARTS, comm.size):
@@ -176,11 +187,15 @@ cdef Error *show(
         mine, TEXT, constants.byte, texts, TEXT, constants.byte, comm.handle)
     used = snprintf(report, sizeof(report), "%s", title)
     for i in range(comm.size):
-        if lines < MOST_LINES and ranks_like(texts, TEXT, comm.size, i, ranks, sizeof(ranks)):
+        if not ranks_like(texts, TEXT, comm.size, i, ranks, sizeof(ranks)):
+            continue
+        lines += 1
+        if lines <= MOST_LINES:
             used += snprintf(
                 report + used, sizeof(report) - used, "\n  rank %s: %s", ranks, texts + i * TEXT)
             used = min(used, <int> sizeof(report) - 1)
-            lines += 1
+    if lines > MOST_LINES:
+        snprintf(report + used, sizeof(report) - used, "\n  and %d more", lines - MOST_LINES)
     error = ffi_error(frame, report)
     free(texts)
     return error

@@ -8,8 +8,8 @@ from libc.stdint cimport int64_t
 from libc.stdio cimport snprintf
 
 from distsolve.mpi.native.abi cimport (
-    ERR_NO_MEM, ERROR_STRING, Call, Comm, address, constants, error_string_t, find_comm,
-    is_collective, name_of, serialized,
+    ERR_NO_MEM, ERROR_STRING, IALLREDUCE, WAIT, Call, Comm, address, constants, error_string_t,
+    find_comm, is_collective, name_of, serialized,
 )
 from distsolve.mpi.native.agreement cimport compare, is_checking
 from distsolve.mpi.native.ffi cimport (
@@ -74,6 +74,12 @@ cdef int64_t where_of(const Frame *frame) noexcept nogil:
     return where if where != 0 else current_site()
 
 
+cdef int dtype_of(const Frame *frame, Call call) noexcept nogil:
+    if frame == NULL:
+        return 0
+    return ffi_dtype(frame, 1 if call == WAIT else 0)   # operand 0 is the number of the request
+
+
 cdef bint enter(
     Frame *frame, Call call, const Comm *comm, int64_t count, int64_t peer, int64_t op,
     Visit *visit, Error **answer
@@ -87,7 +93,7 @@ cdef bint enter(
     answer[0] = NULL
     visit.canary.n = 0
     visit.entry = record(
-        call, ffi_dtype(frame) if frame != NULL else 0, comm.id,
+        call, dtype_of(frame, call), comm.id,
         &(<Comm *> comm).collectives if collective else NULL,
         where_of(frame), count, <int> peer, <int> op)
     visit.sequence = visit.entry.sequence
@@ -95,7 +101,8 @@ cdef bint enter(
         pthread_mutex_lock(&lock)
     count_up(&inside)
     visit.mode = fp_keep_subnormals()
-    if collective and is_checking() and comm.size > 1:
+    # Not at the start of a reduction in the background, which must not wait for the others.
+    if collective and call != IALLREDUCE and is_checking() and comm.size > 1:
         answer[0] = compare(frame, comm, visit.entry, &visit.canary)
         if answer[0] != NULL:
             leave(visit)
@@ -114,7 +121,7 @@ cdef void leave(Visit *visit) noexcept nogil:
 cdef Error *check(
     Frame *frame, Call call, int code, const Comm *comm, int64_t count, int64_t peer
 ) noexcept nogil:
-    """Turn an MPI error code into an XLA error; `peer` is -3 where the call has none."""
+    """Turn an MPI error code into an XLA error."""
     cdef char mpi_text[1024]
     cdef char peer_text[48]
     cdef char text[1536]

@@ -36,8 +36,10 @@ static int channel_open(uint16_t *port) {
   struct sockaddr_in place = {0};
   socklen_t size = sizeof(place);
   int channel = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  int room = 4 << 20; /* for the answers of many ranks at once; the system may give less */
   place.sin_family = AF_INET;
   if (channel < 0) return -1;
+  setsockopt(channel, SOL_SOCKET, SO_RCVBUF, &room, sizeof(room));
   if (bind(channel, (struct sockaddr *)&place, size) != 0 ||
       getsockname(channel, (struct sockaddr *)&place, &size) != 0) {
     close(channel);

@@ -46,9 +46,9 @@ static inline int64_t ffi_where(const XLA_FFI_CallFrame *frame) {
   return *(int64_t *)((XLA_FFI_Scalar *)frame->attrs.attrs[frame->attrs.size - 1])->value;
 }
 
-/* The dtype of the first operand, that of a token included; 0 where there is none. */
-static inline int ffi_dtype(const XLA_FFI_CallFrame *frame) {
-  return frame->args.size > 0 ? (int)((XLA_FFI_Buffer *)frame->args.args[0])->dtype : 0;
+/* The dtype of an operand, that of a token included; 0 where there is none. */
+static inline int ffi_dtype(const XLA_FFI_CallFrame *frame, int64_t index) {
+  return frame->args.size > index ? (int)((XLA_FFI_Buffer *)frame->args.args[index])->dtype : 0;
 }
 
 static inline int64_t ffi_count(const XLA_FFI_Buffer *buffer) {

@@ -23,7 +23,7 @@ cdef extern from "ffi.h" nogil:
     int64_t ffi_int(Frame *frame, int64_t index)
     const int64_t *ffi_ints(Frame *frame, int64_t index)
     int64_t ffi_where(const Frame *frame)
-    int ffi_dtype(const Frame *frame)
+    int ffi_dtype(const Frame *frame, int64_t index)
     int64_t ffi_count(const Buffer *buffer)
     int64_t ffi_counts(const Frame *frame, int64_t first, int64_t n)
     int64_t ffi_item(int dtype)

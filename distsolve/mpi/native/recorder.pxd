@@ -5,7 +5,6 @@ from libc.stdint cimport int64_t
 
 cdef enum:
     KEPT = 1024         # calls
-    UNKNOWN = -3        # a root, peer or operation that a call does not have
 
 cdef struct Entry:
     int64_t sequence    # from 1; 0 while it is being written
@@ -17,8 +16,8 @@ cdef struct Entry:
     int call
     int dtype
     int comm
-    int peer            # or root
-    int op
+    int peer            # or root; below -1 where there is none
+    int op              # negative where there is none
 
 cdef int64_t clock_now() noexcept nogil
 cdef Entry *record(
@@ -34,3 +33,4 @@ cdef bint ranks_like(
     const char *texts, int64_t stride, int n, int rank, char *ranks, int room) noexcept nogil
 cdef void write_text(int descriptor, const char *text) noexcept nogil
 cdef void dump(int descriptor, int rank, int64_t n) noexcept nogil
+cdef bint shows_stacks() noexcept nogil

@@ -7,7 +7,7 @@ handler and a thread that looks after hanging calls can read it whatever the pro
 
 from libc.stdint cimport int64_t
 from libc.stdio cimport snprintf
-from libc.stdlib cimport realloc
+from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy, strcmp, strdup
 
 from distsolve.mpi.native.ffi cimport (
@@ -18,6 +18,8 @@ from distsolve.mpi.native.ffi cimport (
 cdef extern from * nogil:
     """
     #include <stdint.h>
+    #include <errno.h>
+    #include <poll.h>
     #include <signal.h>
     #include <string.h>
     #include <time.h>
@@ -27,15 +29,22 @@ cdef extern from * nogil:
       size_t left = strlen(text);
       while (left > 0) {
         ssize_t written = write(descriptor, text, left);
+        if (written < 0 && errno == EINTR) continue;
+        if (written < 0 && errno == EAGAIN) { /* a pipe that is full, for a while */
+          struct pollfd room = {descriptor, POLLOUT, 0};
+          if (poll(&room, 1, 200) > 0) continue;
+        }
         if (written <= 0) return;
         text += written;
         left -= (size_t)written;
       }
     }
     static void (*show)(void) = NULL;
-    static struct sigaction before;
+    static struct sigaction before, final;
     static void on_signal(int number, siginfo_t *info, void *context) {
+      int error = errno;
       show();
+      errno = error;
       if (before.sa_flags & SA_SIGINFO)
         before.sa_sigaction(number, info, context);
       else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
@@ -52,6 +61,13 @@ cdef extern from * nogil:
         sigaction(SIGUSR1, &ours, &before);
       }
     }
+    /* The handler that shows Python's stacks as well stands in front of ours; is it still there? */
+    static void remember_handler(void) { sigaction(SIGUSR1, NULL, &final); }
+    static int is_remembered(void) {
+      struct sigaction now;
+      return show != NULL && sigaction(SIGUSR1, NULL, &now) == 0 &&
+             now.sa_sigaction == final.sa_sigaction;
+    }
     static int64_t clock_ns(void) {
       struct timespec time;
       clock_gettime(CLOCK_MONOTONIC, &time);
@@ -62,7 +78,13 @@ cdef extern from * nogil:
     }
     static int64_t peek(const int64_t *value) { return __atomic_load_n(value, __ATOMIC_ACQUIRE); }
     static void put(int64_t *value, int64_t to) { __atomic_store_n(value, to, __ATOMIC_RELEASE); }
+    static void writes_follow(void) { __atomic_thread_fence(__ATOMIC_RELEASE); }
+    static void reads_precede(void) { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
     """
+    void writes_follow()
+    void reads_precede()
+    void remember_handler()
+    bint is_remembered()
     void write_all(int descriptor, const char *text)
     void show_at(void (*what)() noexcept nogil)
     int64_t clock_ns()
@@ -109,6 +131,7 @@ cdef Entry *record(
     cdef int64_t sequence = claim(&newest)
     cdef Entry *entry = &ring[sequence % KEPT]
     put(&entry.sequence, 0)
+    writes_follow()
     entry.number = claim(numbers) if numbers != NULL else 0
     entry.where = where
     entry.count = count
@@ -149,6 +172,7 @@ cdef bint read_entry(int64_t sequence, Entry *copy) noexcept nogil:
     if peek(&entry.sequence) != sequence:
         return False
     memcpy(copy, entry, sizeof(Entry))
+    reads_precede()
     return peek(&entry.sequence) == sequence
 
 
@@ -217,6 +241,8 @@ cdef bint ranks_like(
             first = i
         if like or first < 0:
             continue
+        if room - 40 <= used < room - 8:
+            used += snprintf(ranks + used, room - used, ", ...") + room
         if used < room - 40:
             if first == i - 1:
                 used += snprintf(ranks + used, room - used, "%s%d", comma, first)
@@ -228,12 +254,12 @@ cdef bint ranks_like(
 
 
 cdef void write_text(int descriptor, const char *text) noexcept nogil:
-    """Write without a buffer: safe in a signal handler."""
+    """Write without a buffer, as a signal handler may."""
     write_all(descriptor, text)
 
 
 cdef void dump(int descriptor, int rank, int64_t n) noexcept nogil:
-    """Write the last `n` calls, oldest first; safe in a signal handler."""
+    """Write the last `n` calls, oldest first; without memory or locks of its own."""
     cdef int64_t last = last_sequence()
     cdef int64_t sequence = max(last - min(n, <int64_t> KEPT), 0) + 1
     cdef int64_t now = clock_ns()
@@ -260,11 +286,21 @@ cdef void show_all() noexcept nogil:
     dump(STDERR, this_rank, KEPT)
 
 
+cdef bint shows_stacks() noexcept nogil:
+    """Whether SIGUSR1 shows Python's stacks and the calls: the program may have taken it since."""
+    return is_remembered()
+
+
 def show_at_signal(int rank):
     """Let SIGUSR1 write the calls that are kept to stderr."""
     global this_rank
     this_rank = rank
     show_at(show_all)
+
+
+def stacks_are_shown():
+    """Note that the handler of now shows Python's stacks, and then the calls."""
+    remember_handler()
 
 
 cdef const char *kept(bytes text):
@@ -325,16 +361,21 @@ def entries():
 
 def start_profile():
     """Keep every call from now on."""
-    global n_profiled
-    n_profiled = 0
+    end_profile()
     put(&profiling, 1)
 
 
 def end_profile():
     """Keep no more, and return the calls since `start_profile`, as `entries` does."""
-    cdef int64_t i
+    global profiled, n_profiled, room_profiled
+    cdef Entry *taken
+    cdef int64_t i, n
     put(&profiling, 0)
     pthread_mutex_lock(&profile_lock)
-    found = [profiled[i] for i in range(n_profiled)]
+    taken, n = profiled, n_profiled
+    profiled, n_profiled, room_profiled = NULL, 0, 0
     pthread_mutex_unlock(&profile_lock)
-    return found
+    try:
+        return [taken[i] for i in range(n)]
+    finally:
+        free(taken)

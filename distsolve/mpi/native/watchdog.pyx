@@ -12,7 +12,7 @@ from libc.string cimport memset, strcmp
 
 from distsolve.mpi.native.abi cimport ABORT, Comm, abort_t, address, constants, find_comm
 from distsolve.mpi.native.recorder cimport (
-    KEPT, Entry, clock_now, describe, last_sequence, ranks_like, read_entry,
+    KEPT, Entry, clock_now, describe, dump, last_sequence, ranks_like, read_entry, shows_stacks,
     write_text,
 )
 
@@ -65,10 +65,12 @@ cdef enum:
     ABORTING = 10           # seconds for MPI_Abort
     MOST_STACKS = 4         # ranks whose stacks are shown
     LINE = 1024
+    NO_TIME = -1
+    TURN = 20               # milliseconds that a rank leaves to each lower one, to ask first
+    LAST_TURN = 600         # at most
 
 cdef int64_t timeout = 0        # nanoseconds; 0: off
 cdef bint ends_job = True
-cdef bint stacks_known = False  # whether SIGUSR1 shows Python's stacks
 cdef bint at_end = False        # whether the program has ended, and MPI is about to
 cdef bint runs = False
 cdef int channel = -1
@@ -79,6 +81,7 @@ cdef Place *places = NULL
 cdef int64_t question = 0       # the round that is being answered
 cdef Packet *answers = NULL     # of the ranks of the communicator in question, or NULL
 cdef const Comm *asked = NULL
+cdef bint lower_asks = False    # whether a lower rank has asked since this one became overdue
 
 
 cdef bint oldest_inside(Entry *found) noexcept nogil:
@@ -91,14 +94,24 @@ cdef bint oldest_inside(Entry *found) noexcept nogil:
     return False
 
 
+cdef bint newest_back(Entry *found) noexcept nogil:
+    """The newest call that is back."""
+    cdef int64_t sequence = last_sequence()
+    cdef int64_t oldest = max(sequence - KEPT, 0)
+    while sequence > oldest:
+        if read_entry(sequence, found) and found.left != 0:
+            return True
+        sequence -= 1
+    return False
+
+
 cdef void where_now(Packet *packet, int comm_id) noexcept nogil:
     """Fill in where this rank is."""
     cdef char text[400]
     cdef Entry entry
     cdef const Comm *comm = find_comm(comm_id)
-    cdef int64_t last = last_sequence()
     cdef int64_t made = comm.collectives if comm != NULL else 0
-    packet.inside, packet.number, packet.seconds = 0, 0, 0
+    packet.inside, packet.number, packet.seconds = 0, 0, NO_TIME
     if oldest_inside(&entry):
         packet.inside, packet.number = entry.comm, entry.number
         packet.seconds = (clock_now() - entry.entered) * 1e-9
@@ -106,7 +119,7 @@ cdef void where_now(Packet *packet, int comm_id) noexcept nogil:
         snprintf(packet.key, KEY_SIZE, "in %s", text)
     elif at_end:
         snprintf(packet.key, KEY_SIZE, "at the end of its program, in no call")
-    elif last > 0 and read_entry(last, &entry):
+    elif newest_back(&entry):
         packet.seconds = (clock_now() - entry.left) * 1e-9
         describe(&entry, text, sizeof(text))
         snprintf(packet.key, KEY_SIZE, "in no call; has entered %lld collectives of communicator "
@@ -117,21 +130,24 @@ cdef void where_now(Packet *packet, int comm_id) noexcept nogil:
 
 cdef void show_own_stacks() noexcept nogil:
     cdef char line[80]
-    if stacks_known:
+    if shows_stacks():
         snprintf(line, sizeof(line), "rank %d: its Python stacks, then its last calls\n", rank)
+        write_text(STDERR, line)
+        kill(getpid(), SIGUSR1)
     else:
         snprintf(line, sizeof(line), "rank %d: no stacks, the program has taken SIGUSR1\n", rank)
-    write_text(STDERR, line)
-    if stacks_known:
-        kill(getpid(), SIGUSR1)
+        write_text(STDERR, line)
+        dump(STDERR, rank, KEPT)
 
 
 cdef void take_packet(const Packet *packet) noexcept nogil:
+    global lower_asks
     cdef Packet reply
     cdef int i
     if packet.kind == SHOW_STACKS:
         show_own_stacks()
     elif packet.kind == QUESTION and 0 <= packet.rank < size:
+        lower_asks = lower_asks or packet.rank < rank
         memset(&reply, 0, sizeof(reply))
         reply.token, reply.round, reply.kind, reply.rank = token, packet.round, ANSWER, rank
         where_now(&reply, packet.comm)
@@ -197,22 +213,15 @@ cdef void write_report(const Entry *entry) noexcept nogil:
             continue
         if answers[i].kind != ANSWER:
             snprintf(line, sizeof(line), "  rank %s: no answer: gone, or stopped\n", ranks)
+        elif answers[i].seconds == NO_TIME:
+            snprintf(line, sizeof(line), "  rank %s: %s\n", ranks, answers[i].key)
+        elif answers[i].inside:
+            snprintf(line, sizeof(line), "  rank %s: %s, since %.1f s\n", ranks, answers[i].key,
+                     answers[i].seconds)
         else:
-            snprintf(line, sizeof(line), "  rank %s: %s, %s%.1f s%s\n", ranks, answers[i].key,
-                     before(answers[i].inside), answers[i].seconds, after(answers[i].inside))
+            snprintf(line, sizeof(line), "  rank %s: %s, %.1f s ago\n", ranks, answers[i].key,
+                     answers[i].seconds)
         write_text(STDERR, line)
-
-
-cdef const char *before(int inside) noexcept nogil:
-    if inside:
-        return "since "
-    return ""
-
-
-cdef const char *after(int inside) noexcept nogil:
-    if inside:
-        return ""
-    return " ago"
 
 
 cdef void show_stacks() noexcept nogil:
@@ -252,11 +261,16 @@ cdef void end_job() noexcept nogil:
 
 cdef bint look_after(const Entry *entry, bint patient) noexcept nogil:
     """Report a call that is overdue; False where that is left to another rank."""
-    global answers, asked, question
+    global answers, asked, lower_asks, question
     cdef const Comm *comm = find_comm(entry.comm)
     cdef bint reports
-    if comm == NULL or comm.world == NULL:
+    if comm == NULL:
         return True
+    if patient:     # not all ranks ask at once, and most need not ask at all
+        lower_asks = False
+        listen(min(comm.rank * TURN, LAST_TURN))
+        if lower_asks:
+            return False
     asked = comm
     answers = <Packet *> calloc(comm.size, sizeof(Packet))
     if answers == NULL:
@@ -305,13 +319,10 @@ def open_channel():
     return port if channel >= 0 else None
 
 
-def start(int this_rank, list ranks_at, uint64_t of_job, bint has_stacks):
-    """Start the thread. ``ranks_at``: address and port of each rank, as integers in network order.
-
-    ``has_stacks``: whether SIGUSR1 shows Python's stacks.
-    """
-    global rank, size, places, token, stacks_known, runs
-    rank, size, token, stacks_known = this_rank, len(ranks_at), of_job, has_stacks
+def start(int this_rank, list ranks_at, uint64_t of_job):
+    """Start the thread. ``ranks_at``: address and port of each rank, integers in network order."""
+    global rank, size, places, token, runs
+    rank, size, token = this_rank, len(ranks_at), of_job
     places = <Place *> malloc(size * sizeof(Place))
     if places == NULL:
         raise MemoryError

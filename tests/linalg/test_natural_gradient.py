@@ -215,6 +215,8 @@ def test_a_factor_of_rounding_has_no_derivative():
     (x, info), (slope, _) = jax.jvp(solve, (shift,), (shift,))
     agree(not info.converged and not np.any(x), f"{x} {info.message}")
     agree(bool(jnp.isnan(slope).all()), f"{slope}")
+    gradient = jax.grad(lambda shift: jnp.sum(solve(shift)[0]))(shift)
+    agree(bool(jnp.isnan(gradient).all()), f"{gradient}")
 
 
 @pytest.mark.parametrize("rows", ["all", "weighted"])

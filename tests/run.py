@@ -4,7 +4,8 @@ An environment is a folder that holds `bin/python`, named for the end of the sup
 it stands for. Each cell runs `tests` on its ranks, then `tests/jobs` once per MPI, in plain pytest.
 What a cell printed is kept under `build/tests`, and shown in full if it failed.
 
-Tests marked `once` have cells of their own, on one rank of the first MPI. Those of the solvers,
+Tests marked `once` have cells of their own, on one rank of the first MPI; jobs marked so run under
+that MPI alone. Those of the solvers,
 which reach MPI through the primitives alone, run on all ranks under the first MPI, and on two under
 the others. The others are tested in the first environment only: what tells them apart is below JAX.
 
@@ -66,14 +67,14 @@ class Cell:
     mpi: str
     ranks: int
     part: str  # "solvers", "primitives" for all but those, or "" for both
-    once: bool  # whether the tests are those marked so, or the others
+    select: str  # pytest's -m: "once", "not once", or "" for all
     quick: bool
 
     @property
     def name(self) -> str:
         """Name of this cell's line and log."""
         what = f"{self.ranks} rank{'s'[: self.ranks > 1]}" if self.ranks else "jobs"
-        what = "once" if self.once else what
+        what = "once" if self.select == "once" else what
         return f"{self.end:7} {self.mpi:8} {what:7} {self.part:10}"
 
     def paths(self, arguments: list[str]) -> list[str]:
@@ -94,11 +95,12 @@ class Cell:
             environment["XLA_FLAGS"] += QUICK
         if self.ranks:
             command = [*mpiexec(self.mpi, self.ranks, self.python), self.python, *PYTEST]
-            command += ["--ignore=tests/jobs", "-m", "once" if self.once else "not once"]
-            command += arguments
+            command += ["--ignore=tests/jobs"]
             command += [f"--ignore={SOLVERS}"] if self.part == "primitives" else []
         else:
-            command = [self.python, *PYTEST, *arguments]
+            command = [self.python, *PYTEST]
+        command += ["-m", self.select] if self.select else []
+        command += arguments
         return run_command(command, seconds, environment)
 
 
@@ -164,28 +166,30 @@ def cells(options: argparse.Namespace) -> list[Cell]:
     for end, python in environments(options).items():
         numbers = [int(n) for n in ranks.get(end, ranks.get("all", "1,2,3,0")).split(",")]
         quick = not found
-        rows = [(first_mpi, 1, True)] if any(numbers) else []
+        rows = [(first_mpi, 1, "once")] if any(numbers) else []
         for mpi in [first_mpi, *others] if quick else [first_mpi]:
-            rows += [(mpi, number, False) for number in numbers]
-        for mpi, number, once in rows:
+            for number in numbers:
+                is_whole = number == 0 and mpi == first_mpi
+                rows.append((mpi, number, "" if is_whole else "not once"))
+        for mpi, number, select in rows:
             parts = ["" if mpi == first_mpi or number in (0, 2) else "primitives"]
             if number == 1 and mpi == first_mpi:
                 parts = ["primitives", "solvers"]  # side by side
             found += [
-                Cell(end, python, mpi, number, part, once, quick and number > 0) for part in parts
+                Cell(end, python, mpi, number, part, select, quick and number > 0) for part in parts
             ]
     return found
 
 
 def run_all(matrix: list[Cell], options: argparse.Namespace) -> Counter[str]:
-    """Run all cells, jobs and those of one rank side by side; return the sum of their numbers."""
+    """Run all cells, jobs and then one rank side by side, and return the sum of their numbers."""
     total: Counter[str] = Counter()
 
     def run(cell: Cell) -> tuple[Cell, Finished]:
         return cell, cell.run(options.pytest, options.seconds)
 
     with ThreadPoolExecutor(cores()) as pool:
-        alone = [cell for cell in matrix if cell.ranks < 2]
+        alone = sorted((cell for cell in matrix if cell.ranks < 2), key=lambda cell: cell.ranks)
         others = [cell for cell in matrix if cell.ranks > 1]
         for cell, done in chain(pool.map(run, alone), map(run, others)):
             found = counts(done)

@@ -17,6 +17,7 @@ import pytest
 from launch import descendants, is_running, job_environment, mpi_name, mpiexec, run_ranks
 from spmd import EXAMPLES, load_example
 
+pytestmark = pytest.mark.once
 load_example("vmc")
 checkpoint = importlib.import_module("vmc.checkpoint")
 

@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from launch import (
     ROOT,
     Finished,
@@ -13,6 +14,7 @@ from launch import (
     run_ranks,
 )
 
+pytestmark = pytest.mark.once
 HEADER = """
 import time
 import pytest

@@ -10,6 +10,7 @@ import scipy.io
 import scipy.sparse
 from launch import run_ranks
 
+pytestmark = pytest.mark.once
 COMMAND = """
 import runpy, sys
 sys.argv[0] = "distsolve"

@@ -5,9 +5,10 @@ it stands for. Each cell runs `tests` on its ranks, then `tests/jobs` once per M
 What a cell printed is kept under `build/tests`, and shown in full if it failed.
 
 Tests marked `once` have cells of their own, on one rank of the first MPI; jobs marked so run under
-that MPI alone. Those of the solvers,
-which reach MPI through the primitives alone, run on all ranks under the first MPI, and on two under
-the others. The others are tested in the first environment only: what tells them apart is below JAX.
+that MPI alone. The solvers reach MPI through the primitives alone. So what depends on their number
+of ranks is tested in the first environment under the first MPI; under the others a job solves
+(`tests/jobs/test_soak.py`), and in another environment they run on one rank, where that is asked
+for. The other MPIs are tested in the first environment only: what tells them apart is below JAX.
 
     python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
 """
@@ -172,9 +173,16 @@ def cells(options: argparse.Namespace) -> list[Cell]:
                 is_whole = number == 0 and mpi == first_mpi
                 rows.append((mpi, number, "" if is_whole else "not once"))
         for mpi, number, select in rows:
-            parts = ["" if mpi == first_mpi or number in (0, 2) else "primitives"]
-            if number == 1 and mpi == first_mpi:
+            if number == 0:
+                parts = [""]
+            elif mpi != first_mpi or (number > 1 and 1 in numbers and not quick):
+                parts = ["primitives"]
+            elif number > 1:
+                parts = [""]
+            elif select == "once" or quick or max(numbers) == 1:
                 parts = ["primitives", "solvers"]  # side by side
+            else:
+                parts = ["solvers"]
             found += [
                 Cell(end, python, mpi, number, part, select, quick and number > 0) for part in parts
             ]
@@ -188,7 +196,7 @@ def run_all(matrix: list[Cell], options: argparse.Namespace) -> Counter[str]:
     def run(cell: Cell) -> tuple[Cell, Finished]:
         return cell, cell.run(options.pytest, options.seconds)
 
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(cores() + 1) as pool:  # jobs often wait
         alone = sorted((cell for cell in matrix if cell.ranks < 2), key=lambda cell: cell.ranks)
         others = [cell for cell in matrix if cell.ranks > 1]
         for cell, done in chain(pool.map(run, alone), map(run, others)):

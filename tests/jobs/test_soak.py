@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import pytest
 from launch import run_ranks
 
 
-@pytest.mark.once
 def test_soak():
     done = run_ranks(Path(__file__).with_name("soak.py"), np=2, timeout=250, args=["300"]).check()
     assert "300 solves on 2 ranks" in done.stdout

@@ -61,6 +61,11 @@ def extensions() -> list[Extension]:
 class BuildModules(build_ext):
     """Builds modules that find their libraries where they run, not where they were built."""
 
+    def finalize_options(self) -> None:
+        """Compile on all cores, unless told otherwise."""
+        super().finalize_options()
+        self.parallel = self.parallel or True
+
     def build_extensions(self) -> None:
         """Drop the library paths that some Pythons were built with, then build."""
         self.compiler.linker_so = [

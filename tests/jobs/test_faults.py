@@ -85,7 +85,7 @@ def test_a_hang_is_reported_and_ended(name):
     assert done.returncode not in (0, -1)
     assert not done.timed_out
     (age,) = re.findall(r"for (\S+) s, longer", done.stderr)
-    assert SECONDS <= float(age) <= SECONDS + 2
+    assert float(age) >= SECONDS
 
 
 # Ends of one rank that its launcher notices.

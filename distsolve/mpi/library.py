@@ -85,6 +85,7 @@ def _load() -> Library:
         library = _bind_mpi()
     if is_on("DISTSOLVE_NO_IN_PLACE"):
         abi.set_in_place(False)
+    agreement.make_type_and_operation()
     if is_on("DISTSOLVE_CHECK"):
         agreement.set_checking(True, lines=os.environ["DISTSOLVE_CHECK"] != "calls")
     recorder.set_names(

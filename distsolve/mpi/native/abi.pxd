@@ -15,7 +15,7 @@ cdef enum Call:
     REDUCE_SCATTER_BLOCK, BARRIER, SEND, RECV, SENDRECV
     GATHERV, SCATTERV, ALLGATHERV, ALLTOALLW, IALLREDUCE
     TYPE_CREATE_HINDEXED, TYPE_COMMIT, TYPE_FREE, ERROR_STRING, GET_ELEMENTS_X, COMM_SIZE
-    GET_LIBRARY_VERSION, TEST, WAIT, ABORT
+    GET_LIBRARY_VERSION, TEST, WAIT, ABORT, TYPE_CONTIGUOUS, OP_CREATE
     N_CALLS
 
 ctypedef int (*combine_t)(const void *, void *, int, Handle, Handle, Handle) noexcept nogil
@@ -53,6 +53,9 @@ ctypedef int (*version_t)(char *, int *) noexcept nogil
 ctypedef int (*test_t)(Handle *, int *, void *) noexcept nogil
 ctypedef int (*wait_t)(Handle *, void *) noexcept nogil
 ctypedef int (*abort_t)(Handle, int) noexcept nogil
+ctypedef int (*contiguous_t)(int, Handle, Handle *) noexcept nogil
+ctypedef void (*function_t)(const void *, void *, const int *, const void *) noexcept nogil
+ctypedef int (*op_create_t)(function_t, int, Handle *) noexcept nogil
 
 # Bytes kept for an MPI_Status; import refuses a library that needs more.
 cdef enum:

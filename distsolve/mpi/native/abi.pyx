@@ -21,7 +21,8 @@ NAMES = (
     "MPI_Send", "MPI_Recv", "MPI_Sendrecv", "MPI_Gatherv", "MPI_Scatterv", "MPI_Allgatherv",
     "MPI_Alltoallw", "MPI_Iallreduce", "MPI_Type_create_hindexed", "MPI_Type_commit",
     "MPI_Type_free", "MPI_Error_string", "MPI_Get_elements_x", "MPI_Comm_size",
-    "MPI_Get_library_version", "MPI_Test", "MPI_Wait", "MPI_Abort",
+    "MPI_Get_library_version", "MPI_Test", "MPI_Wait", "MPI_Abort", "MPI_Type_contiguous",
+    "MPI_Op_create",
 )
 assert len(NAMES) == N_CALLS
 

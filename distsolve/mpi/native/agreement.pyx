@@ -3,6 +3,9 @@
 One small sum before each collective. It carries hashes of the call, each as parts h of 16 bits with
 their squares: all ranks have the same where P sum(h^2) = (sum h)^2. And it carries some elements of
 the operand, whose sum the result must show afterwards, wherever it was computed.
+
+All of it is one element of a type of its own, with an operation of its own: of several elements an
+MPI library may make two exchanges (MPICH: reduce-scatter and allgather), of one it makes one.
 """
 
 from libc.math cimport fabs, isfinite
@@ -12,8 +15,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from distsolve.mpi.native.abi cimport (
-    ALLGATHER, ALLREDUCE, ALLTOALLW, BCAST, REDUCE, Comm, address, combine_t, constants,
-    exchange_t, mpi_op, mpi_type,
+    ALLGATHER, ALLREDUCE, ALLTOALLW, BCAST, OP_CREATE, REDUCE, TYPE_COMMIT, TYPE_CONTIGUOUS, Comm,
+    Handle, address, combine_t, constants, contiguous_t, exchange_t, mpi_type, op_create_t, type_t,
 )
 from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_C128, XLA_FFI_DataType_C64, XLA_FFI_DataType_F32, XLA_FFI_DataType_F64,
@@ -34,10 +37,30 @@ cdef enum:
 
 cdef bint checking = False
 cdef bint comparing_lines = False
+cdef Handle words_type = 0
+cdef Handle words_sum = 0
 
 
 cdef bint is_checking() noexcept nogil:
     return checking
+
+
+cdef void add_words(
+    const void *words, void *total, const int *n, const void *dtype
+) noexcept nogil:
+    cdef int i
+    for i in range(n[0] * WORDS):
+        (<double *> total)[i] += (<const double *> words)[i]
+
+
+def make_type_and_operation():
+    """Make what the words are summed with, once MPI is bound; local to this rank."""
+    cdef int code = (<contiguous_t> address[<int> TYPE_CONTIGUOUS])(
+        WORDS, mpi_type(XLA_FFI_DataType_F64), &words_type)
+    code = code or (<type_t> address[<int> TYPE_COMMIT])(&words_type)
+    code = code or (<op_create_t> address[<int> OP_CREATE])(add_words, True, &words_sum)
+    if code != 0:
+        raise RuntimeError(f"MPI could not make the type of DISTSOLVE_CHECK: code {code}.")
 
 
 def set_checking(bint enabled, bint lines=True):
@@ -151,7 +174,7 @@ cdef Error *compare(
         samples[2 * i] = canary.value[i]
         samples[2 * i + 1] = fabs(canary.value[i])
     code = (<combine_t> address[<int> ALLREDUCE])(
-        constants.in_place, words, WORDS, mpi_type(XLA_FFI_DataType_F64), mpi_op(SUM), comm.handle)
+        constants.in_place, words, 1, words_type, words_sum, comm.handle)
     if code != 0:
         snprintf(text, sizeof(text), "The reduction of DISTSOLVE_CHECK on communicator %d failed "
                  "with MPI's code %d.", comm.id, code)

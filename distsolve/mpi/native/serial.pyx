@@ -7,7 +7,7 @@ size in bytes; a derived datatype's handle is the number of bytes it holds.
 from libc.stdint cimport int64_t, intptr_t, uintptr_t
 from libc.string cimport memcpy, strlen
 
-from distsolve.mpi.native.abi cimport Handle
+from distsolve.mpi.native.abi cimport Handle, function_t
 
 
 cdef extern from "<unistd.h>" nogil:
@@ -202,6 +202,16 @@ cdef int library_version(char *text, int *length) noexcept nogil:
     return 0
 
 
+cdef int contiguous(int count, Handle dtype, Handle *made) noexcept nogil:
+    made[0] = count * dtype
+    return 0
+
+
+cdef int op_create(function_t function, int commutes, Handle *made) noexcept nogil:
+    made[0] = 0
+    return 0
+
+
 cdef int abort(Handle comm, int code) noexcept nogil:
     _exit(code)
     return code
@@ -237,4 +247,6 @@ ADDRESSES = {
     "MPI_Test": <uintptr_t> &test,
     "MPI_Wait": <uintptr_t> &wait,
     "MPI_Abort": <uintptr_t> &abort,
+    "MPI_Type_contiguous": <uintptr_t> &contiguous,
+    "MPI_Op_create": <uintptr_t> &op_create,
 }

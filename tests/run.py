@@ -160,6 +160,14 @@ def environments(options: argparse.Namespace) -> dict[str, str]:
     return found
 
 
+def compiles_quickly(python: str) -> bool:
+    """Return whether the jaxlib of an environment knows the flags of `QUICK`: others abort."""
+    variables = os.environ | {"XLA_FLAGS": QUICK.strip(), "JAX_PLATFORMS": "cpu"}
+    command = [python, "-c", "import jax; jax.devices()"]
+    done = subprocess.run(command, env=variables, capture_output=True, check=False, timeout=120)
+    return done.returncode == 0
+
+
 def cells(options: argparse.Namespace) -> list[Cell]:
     """Return the matrix: the ranks of an end, then its jobs, for each MPI."""
     ranks = split(options.ranks)
@@ -167,20 +175,21 @@ def cells(options: argparse.Namespace) -> list[Cell]:
     first_mpi, *others = options.mpi.split(",")
     for end, python in environments(options).items():
         numbers = [int(n) for n in ranks.get(end, ranks.get("all", "1,2,3,0")).split(",")]
-        quick = not found
+        is_first = not found
+        quick = is_first and compiles_quickly(python)
         rows = [(first_mpi, 1, "once")] if any(numbers) else []
-        for mpi in [first_mpi, *others] if quick else [first_mpi]:
+        for mpi in [first_mpi, *others] if is_first else [first_mpi]:
             for number in numbers:
-                is_whole = number == 0 and mpi == first_mpi and quick
+                is_whole = number == 0 and mpi == first_mpi and is_first
                 rows.append((mpi, number, "" if is_whole else "not once"))
         for mpi, number, select in rows:
             if number == 0:
                 parts = [""]
-            elif mpi != first_mpi or (number > 1 and 1 in numbers and not quick):
+            elif mpi != first_mpi or (number > 1 and 1 in numbers and not is_first):
                 parts = ["primitives"]
             elif number > 1:
                 parts = [""]
-            elif select == "once" or quick or max(numbers) == 1:
+            elif select == "once" or is_first or max(numbers) == 1:
                 parts = ["primitives", "solvers"]  # side by side
             else:
                 parts = ["solvers"]

@@ -8,12 +8,7 @@ from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport calloc, malloc
 from libc.string cimport memcpy
 
-cdef extern from *:
-    """
-    static void count_up(int64_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
-    """
-    void count_up(int64_t *counter) noexcept nogil
-
+from distsolve.mpi.native.threads cimport count_up
 
 NAMES = (
     "MPI_Allreduce", "MPI_Reduce", "MPI_Scan", "MPI_Exscan", "MPI_Bcast", "MPI_Gather",

@@ -20,17 +20,7 @@ from distsolve.mpi.native.ffi cimport (
 from distsolve.mpi.native.recorder cimport (
     current_site, dump, record, record_return, site_text,
 )
-
-
-cdef extern from *:
-    """
-    static void count_up(int64_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
-    static void count_down(int64_t *counter) { __atomic_fetch_sub(counter, 1, __ATOMIC_RELAXED); }
-    static int64_t now(int64_t *counter) { return __atomic_load_n(counter, __ATOMIC_RELAXED); }
-    """
-    void count_up(int64_t *counter) noexcept nogil
-    void count_down(int64_t *counter) noexcept nogil
-    int64_t now(int64_t *counter) noexcept nogil
+from distsolve.mpi.native.threads cimport count_down, count_up, now
 
 
 cdef enum:

@@ -68,19 +68,6 @@ static int channel_receive(int channel, uint64_t token, Packet *packet, int mill
 
 static void sleep_milliseconds(int milliseconds) { poll(NULL, 0, milliseconds); }
 
-/* Signals are for the threads of the program: this one starts with all of them blocked. */
-static int start_detached(void *(*function)(void *)) {
-  sigset_t all, before;
-  pthread_t thread;
-  int code;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  code = pthread_create(&thread, NULL, function, NULL);
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
-  if (code == 0) pthread_detach(thread);
-  return code == 0;
-}
-
 /* End this process in so many seconds, whatever hangs then. */
 static void end_within(unsigned seconds) {
   struct sigaction plain = {0};

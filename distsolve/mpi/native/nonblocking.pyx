@@ -24,12 +24,12 @@ from distsolve.mpi.native.ffi cimport (
     ffi_operands, ffi_ret, fp_keep_subnormals, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_t, pthread_mutex_unlock,
 )
+from distsolve.mpi.native.threads cimport pthread_t, start_thread
 
 
 cdef extern from * nogil:
     """
     #include <pthread.h>
-    #include <signal.h>
     #include <sys/prctl.h>
     #include <time.h>
 
@@ -42,27 +42,13 @@ cdef extern from * nogil:
 
     /* Linux lets a thread sleep 50 us longer than it asked for, unless told otherwise. */
     static void sleep_precisely(void) { prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); }
-
-    /* Signals are for the threads of the program: this one starts with all of them blocked. */
-    static int start_thread(pthread_t *thread, void *(*function)(void *)) {
-      sigset_t all, before;
-      int code;
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);
-      code = pthread_create(thread, NULL, function, NULL);
-      pthread_sigmask(SIG_SETMASK, &before, NULL);
-      return code;
-    }
     """
-    ctypedef struct pthread_t:
-        pass
     ctypedef struct pthread_cond_t:
         pass
     int pthread_cond_init(pthread_cond_t *condition, void *attributes)
     int pthread_cond_wait(pthread_cond_t *condition, pthread_mutex_t *mutex)
     int pthread_cond_signal(pthread_cond_t *condition)
     int pthread_join(pthread_t thread, void **result)
-    int start_thread(pthread_t *thread, void *(*function)(void *) noexcept nogil)
     void nap()
     void sleep_precisely()
 

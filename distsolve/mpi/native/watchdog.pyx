@@ -15,6 +15,7 @@ from distsolve.mpi.native.recorder cimport (
     KEPT, Entry, clock_now, describe, dump, last_sequence, ranks_like, read_entry, shows_stacks,
     write_text,
 )
+from distsolve.mpi.native.threads cimport pthread_detach, pthread_t, start_thread
 
 
 cdef extern from "channel.h" nogil:
@@ -40,7 +41,6 @@ cdef extern from "channel.h" nogil:
     void channel_send(int channel, Place to, const Packet *packet)
     bint channel_receive(int channel, uint64_t token, Packet *packet, int milliseconds)
     void sleep_milliseconds(int milliseconds)
-    bint start_detached(void *(*function)(void *) noexcept nogil)
     void end_within(unsigned seconds)
 
 
@@ -322,13 +322,14 @@ def open_channel():
 def start(int this_rank, list ranks_at, uint64_t of_job):
     """Start the thread. ``ranks_at``: address and port of each rank, integers in network order."""
     global rank, size, places, token, runs
+    cdef pthread_t thread
     rank, size, token = this_rank, len(ranks_at), of_job
     places = <Place *> malloc(size * sizeof(Place))
     if places == NULL:
         raise MemoryError
     for i, (host, port) in enumerate(ranks_at):
         places[i].address, places[i].port = host, port
-    runs = start_detached(watch)
+    runs = start_thread(&thread, watch) == 0 and pthread_detach(thread) == 0
     if not runs:
         raise RuntimeError("The watchdog's thread could not be started.")
 

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ import jax
 from distsolve import mpi
 from distsolve.mpi._jaxcompat import has_backend
 from distsolve.mpi.comm import resolve
+from distsolve.mpi.device import jax_uses_gpus
 from distsolve.rendezvous import meet
 
 DEVICE_LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-GPU_PLATFORMS = {"cuda", "rocm", "gpu"}
 
 
 def initialize(
@@ -159,7 +158,7 @@ def select_device(comm: Any = None) -> int | None:
     """
     record = resolve(comm)
     _refuse_late("select_device")
-    visible = visible_gpus(os.environ) if _jax_uses_gpus() else 0
+    visible = visible_gpus(os.environ) if jax_uses_gpus() else 0
     device = device_of(record.local_rank, record.local_size, visible)
     if device is not None:
         jax.config.update("jax_cuda_visible_devices", str(device))
@@ -198,14 +197,6 @@ def _listed(devices: str) -> int:
     names = [name.strip() for name in devices.split(",")]
     end = next((k for k, name in enumerate(names) if not name or name[0] == "-"), len(names))
     return 0 if names[0] == "NoDevFiles" else end
-
-
-def _jax_uses_gpus() -> bool:
-    """Whether JAX's platforms, or its plugins where none are named, include GPUs."""
-    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-    if platforms:
-        return not GPU_PLATFORMS.isdisjoint(platforms.split(","))
-    return any(entry_points(group="jax_plugins"))
 
 
 def _refuse_late(name: str) -> None:

@@ -12,7 +12,7 @@ import os
 import traceback
 from typing import Any, NamedTuple
 
-from distsolve.mpi import lifecycle, watchdog
+from distsolve.mpi import device, lifecycle, watchdog
 from distsolve.mpi._jaxcompat import wait_for_ordered
 from distsolve.mpi.arguments import MAX_CHUNK, check_chunk
 from distsolve.mpi.library import load
@@ -130,6 +130,7 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
     chunk = wanted or (CHUNK_ON_ONE_NODE if local_size == size else CHUNK_ACROSS_NODES)
     comm_id = duplicate.allreduce(_next_id, op=MPI.MAX)
     chunk = duplicate.allreduce(chunk, op=MPI.MAX)
+    direct_from, staging = _agree_on_road(MPI, duplicate, probing=local_rank == 0)
     group, everyone = duplicate.Get_group(), MPI.COMM_WORLD.Get_group()
     world = list(group.Translate_ranks(None, everyone))
     group.Free()
@@ -137,23 +138,38 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
     record = Comm(comm_id, rank, size, local_rank, local_size)
     _duplicates[record.id] = duplicate
     comm.Set_attr(_keyval, record)
-    _publish(MPI._handleof(duplicate), record, world, chunk)
+    _publish(MPI._handleof(duplicate), record, world, chunk, direct_from, staging)
     if comm == MPI.COMM_WORLD:
         watchdog.of_world(MPI, duplicate)
     return record
 
 
 def _publish_serial() -> Comm:
-    record = _publish(0, Comm(0, 0, 1, 0, 1), [0], CHUNK_ON_ONE_NODE)
+    record = _publish(
+        0, Comm(0, 0, 1, 0, 1), [0], CHUNK_ON_ONE_NODE, device.NEVER, device.staging_bytes()
+    )
     watchdog.of_world(None, None)
     return record
 
 
-def _publish(handle: int, record: Comm, world: list[int], chunk: int) -> Comm:
+def _agree_on_road(MPI: Any, duplicate: Any, probing: bool) -> tuple[int, int]:
+    """How device memory comes to MPI: what no rank forbids, in pieces that all have room for."""
+    mine = device.road(probing)
+    agreed = duplicate.allreduce(mine.direct_from, op=MPI.MAX)
+    reasons = duplicate.allgather(mine.reason if mine.direct_from == agreed else None)
+    device.keep(agreed, next(reason for reason in reasons if reason))
+    return agreed, duplicate.allreduce(device.staging_bytes(), op=MPI.MIN)
+
+
+def _publish(
+    handle: int, record: Comm, world: list[int], chunk: int, direct_from: int, staging: int
+) -> Comm:
     """Publish a communicator; ``world``: the numbers that its ranks have in the world."""
     global _next_id
     _next_id = record.id + 1
-    abi.add_comm(record.id, handle, record.rank, world, _chunk_override or chunk)
+    abi.add_comm(
+        record.id, handle, record.rank, world, _chunk_override or chunk, direct_from, staging
+    )
     _by_id[record.id] = record
     _default_chunks[record.id] = chunk
     return record

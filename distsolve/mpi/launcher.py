@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -58,6 +59,30 @@ def mismatch(size: int, library: str) -> str:
         "mpiexec of the latter (`srun`: with its --mpi option), or name the launcher's library "
         "in MPI4PY_LIBMPI and MPI4PY_MPIABI."
     )
+
+
+# What launchers tell a rank about its job, by how the variables' names begin.
+JOB_VARIABLES = (
+    "PMI_",
+    "PMIX_",
+    "PMI2_",
+    "HYDI_",
+    "MPI_LOCAL",
+    "PRTE_",
+    "SLURM_",
+    "PALS_",
+    "OMPI_COMM_",
+    "OMPI_UNIVERSE_",
+    "OMPI_APP_",
+    "OMPI_FIRST_",
+    "OMPI_NUM_",
+    "OMPI_FILE_",
+)
+
+
+def without_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for a process that is no rank of this job, but a job of one rank."""
+    return {name: text for name, text in environment.items() if not name.startswith(JOB_VARIABLES)}
 
 
 def is_first() -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distsolve.mpi import watchdog
+from distsolve.mpi import device, watchdog
 from distsolve.mpi.launcher import warn_of_mismatch
 from distsolve.mpi.lifecycle import is_on
 from distsolve.mpi.native import (
@@ -94,9 +94,14 @@ def _load() -> Library:
         [op.name.encode() for op in Op],
     )
     watchdog.show_at_signal(library.MPI.COMM_WORLD.Get_rank() if library.MPI else 0)
-    for kind in (reductions, movement, messages, nonblocking):
-        for name, handler in kind.HANDLERS.items():
-            jax.ffi.register_ffi_target(f"distsolve_{name}", handler, platform="cpu")
+    handlers = {
+        f"distsolve_{name}": handler
+        for kind in (reductions, movement, messages, nonblocking)
+        for name, handler in kind.HANDLERS.items()
+    }
+    for target, handler in handlers.items():
+        jax.ffi.register_ffi_target(target, handler, platform="cpu")
+    device.load(handlers)
     return library
 
 

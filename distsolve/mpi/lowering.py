@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from distsolve.mpi import device
 from distsolve.mpi._jaxcompat import n_devices, platforms, with_token
 
 if TYPE_CHECKING:
@@ -24,10 +25,12 @@ def lower(spec: OpSpec, ctx, *operands, ordered, where, **params):
             f"{spec.name} inside a program over {n_devices(ctx)} devices: each process must "
             "compute on one device. Inside `shard_map` use `jax.lax.psum` and its kin."
         )
-    if platforms(ctx) != ("cpu",):
+    if platforms(ctx) not in (("cpu",), (device.platform(),)):
         raise NotImplementedError(
-            f"{spec.name} on platform {', '.join(platforms(ctx))}: only CPU buffers can be reduced "
-            "so far. Run with JAX_PLATFORMS=cpu, or place the data on a CPU device."
+            f"{spec.name} on platform {', '.join(platforms(ctx))}: it runs on one platform at a "
+            "time, on CPUs and on GPUs whose driver is on this machine "
+            f"({' or '.join(d.library for d in device.DRIVERS.values())}). Run with "
+            "JAX_PLATFORMS=cpu, or place the data on a CPU device."
         )
     rule = jax.ffi.ffi_lowering(
         f"distsolve_{spec.name}",
@@ -41,6 +44,7 @@ def lower(spec: OpSpec, ctx, *operands, ordered, where, **params):
         for name in spec.attributes
     }
     attributes["where"] = np.int64(where)
+    attributes["xla_device"] = np.int64(platforms(ctx) != ("cpu",))
     if ordered:
         return with_token(ctx, rule, operands, **attributes)
     return rule(ctx, *operands, **attributes)

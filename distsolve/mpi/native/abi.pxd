@@ -16,6 +16,7 @@ cdef enum Call:
     GATHERV, SCATTERV, ALLGATHERV, ALLTOALLW, IALLREDUCE
     TYPE_CREATE_HINDEXED, TYPE_COMMIT, TYPE_FREE, ERROR_STRING, GET_ELEMENTS_X, COMM_SIZE
     GET_LIBRARY_VERSION, TEST, WAIT, ABORT, TYPE_CONTIGUOUS, OP_CREATE
+    STATUS_SET_ELEMENTS_X
     N_CALLS
 
 ctypedef int (*combine_t)(const void *, void *, int, Handle, Handle, Handle) noexcept nogil
@@ -48,6 +49,7 @@ ctypedef int (*create_hindexed_t)(
 ctypedef int (*type_t)(Handle *) noexcept nogil
 ctypedef int (*error_string_t)(int, char *, int *) noexcept nogil
 ctypedef int (*get_elements_t)(const void *, Handle, int64_t *) noexcept nogil
+ctypedef int (*set_elements_t)(void *, Handle, int64_t) noexcept nogil
 ctypedef int (*comm_size_t)(Handle, int *) noexcept nogil
 ctypedef int (*version_t)(char *, int *) noexcept nogil
 ctypedef int (*test_t)(Handle *, int *, void *) noexcept nogil
@@ -61,9 +63,11 @@ ctypedef int (*op_create_t)(function_t, int, Handle *) noexcept nogil
 cdef enum:
     MAX_STATUS = 128
 
-# Returned where there is no memory: MPI has no portable code for it.
+# Returned where there is no memory, for which MPI has no portable code, and where the GPU's driver
+# has failed.
 cdef enum:
     ERR_NO_MEM = -1
+    ERR_DRIVER = -2
 
 cdef struct Comm:
     Handle handle
@@ -71,6 +75,8 @@ cdef struct Comm:
     int rank
     int size
     int64_t chunk       # bytes a reduction hands to MPI at a time
+    int64_t direct_from     # bytes from which MPI is given device memory
+    int64_t staging         # bytes of device memory that are copied at a time where it is not
     int64_t collectives     # entered so far: the same on all ranks of a correct program
     int *world          # the ranks' numbers in the world
     bint alive

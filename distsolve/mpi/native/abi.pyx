@@ -17,7 +17,7 @@ NAMES = (
     "MPI_Alltoallw", "MPI_Iallreduce", "MPI_Type_create_hindexed", "MPI_Type_commit",
     "MPI_Type_free", "MPI_Error_string", "MPI_Get_elements_x", "MPI_Comm_size",
     "MPI_Get_library_version", "MPI_Test", "MPI_Wait", "MPI_Abort", "MPI_Type_contiguous",
-    "MPI_Op_create",
+    "MPI_Op_create", "MPI_Status_set_elements_x",
 )
 assert len(NAMES) == N_CALLS
 
@@ -147,7 +147,10 @@ def set_finalized():
     constants.finalized = True
 
 
-def add_comm(int64_t comm_id, handle, int rank, list world, int64_t chunk):
+def add_comm(
+    int64_t comm_id, handle, int rank, list world, int64_t chunk, int64_t direct_from,
+    int64_t staging,
+):
     """Publish a communicator under its id; ``world``: its ranks' numbers in the world."""
     cdef Comm *comm
     if comm_id >= BLOCK * N_BLOCKS:
@@ -165,7 +168,8 @@ def add_comm(int64_t comm_id, handle, int rank, list world, int64_t chunk):
         raise MemoryError
     for index, number in enumerate(world):
         comm.world[<int> index] = number
-    comm.chunk, comm.collectives, comm.alive = chunk, 0, True
+    comm.chunk, comm.direct_from, comm.staging = chunk, direct_from, staging
+    comm.collectives, comm.alive = 0, True
 
 
 def world_of(int64_t comm_id):
@@ -186,6 +190,13 @@ def set_chunk(int64_t comm_id, int64_t chunk):
     cdef Comm *comm = find_comm(comm_id)
     if comm != NULL:
         comm.chunk = chunk
+
+
+def set_road(int64_t comm_id, int64_t direct_from, int64_t staging):
+    """Change how device memory comes to MPI on one communicator."""
+    cdef Comm *comm = find_comm(comm_id)
+    if comm != NULL:
+        comm.direct_from, comm.staging = direct_from, staging
 
 
 def add_status(int64_t status_id, pointer):

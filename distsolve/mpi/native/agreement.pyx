@@ -21,7 +21,7 @@ from distsolve.mpi.native.abi cimport (
 from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_C128, XLA_FFI_DataType_C64, XLA_FFI_DataType_F32, XLA_FFI_DataType_F64,
     XLA_FFI_DataType_S32, XLA_FFI_DataType_S64, Error, Frame, ffi_arg, ffi_count, ffi_error,
-    ffi_ret,
+    ffi_on_device, ffi_ret,
 )
 from distsolve.mpi.native.recorder cimport Entry, describe, ranks_like, site_text
 
@@ -135,13 +135,13 @@ cdef double real_at(const void *data, int dtype, int64_t place) noexcept nogil:
 cdef void sample(
     Frame *frame, const Comm *comm, const Entry *entry, Canary *canary
 ) noexcept nogil:
-    """Note some elements of this rank's operand: the last one, and others at random."""
+    """Note some elements of this rank's operand in host memory: the last one, others at random."""
     cdef int64_t reals = 0
     cdef bint gives = entry.call == BCAST and comm.rank == entry.peer
     cdef uint64_t random = <uint64_t> entry.number
     cdef int i
     canary.n = 0
-    if entry.count > 0:
+    if entry.count > 0 and not ffi_on_device(frame):
         reals = ffi_count(ffi_arg(frame, 0)) * reals_of(entry.dtype)
     if reals == 0:
         return

@@ -4,6 +4,7 @@ from libc.stdint cimport int64_t
 
 from distsolve.mpi.native.abi cimport Call, Comm
 from distsolve.mpi.native.agreement cimport Canary
+from distsolve.mpi.native.device cimport Lane
 from distsolve.mpi.native.ffi cimport Error, Frame, fp_mode
 from distsolve.mpi.native.recorder cimport Entry
 
@@ -18,15 +19,16 @@ cdef struct Visit:
     Entry *entry
     int64_t sequence
     Canary canary
+    Lane lane
 
 cdef bint ready(
     Frame *frame, Call call, int64_t comm_id_at, Comm **comm, Error **answer
 ) noexcept nogil
 cdef bint enter(
     Frame *frame, Call call, const Comm *comm, int64_t count, int64_t peer, int64_t op,
-    Visit *visit, Error **answer
+    int64_t direct, Visit *visit, Error **answer
 ) noexcept nogil
-cdef void leave(Visit *visit) noexcept nogil
+cdef int leave(Visit *visit, int code) noexcept nogil
 cdef Error *check(
     Frame *frame, Call call, int code, const Comm *comm, int64_t count, int64_t peer
 ) noexcept nogil

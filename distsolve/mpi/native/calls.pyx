@@ -8,10 +8,11 @@ from libc.stdint cimport int64_t
 from libc.stdio cimport snprintf
 
 from distsolve.mpi.native.abi cimport (
-    ERR_NO_MEM, ERROR_STRING, IALLREDUCE, WAIT, Call, Comm, address, constants, error_string_t,
-    find_comm, is_collective, name_of, serialized,
+    ERR_DRIVER, ERR_NO_MEM, ERROR_STRING, IALLREDUCE, WAIT, Call, Comm, address, constants,
+    error_string_t, find_comm, is_collective, name_of, serialized,
 )
 from distsolve.mpi.native.agreement cimport compare, is_checking
+from distsolve.mpi.native.device cimport close_lane, driver_error, open_lane
 from distsolve.mpi.native.ffi cimport (
     Error, Frame, ffi_answer_metadata, ffi_dtype, ffi_error, ffi_int, ffi_where,
     fp_keep_subnormals, fp_restore, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
@@ -72,15 +73,19 @@ cdef int dtype_of(const Frame *frame, Call call) noexcept nogil:
 
 cdef bint enter(
     Frame *frame, Call call, const Comm *comm, int64_t count, int64_t peer, int64_t op,
-    Visit *visit, Error **answer
+    int64_t direct, Visit *visit, Error **answer
 ) noexcept nogil:
     """Begin to use MPI; below MPI_THREAD_MULTIPLE only one thread at a time may.
 
-    `frame` is NULL for a call outside any program. False where the ranks are about to make
-    different calls: then there is nothing to leave, and an error to answer.
+    `frame` is NULL for a call outside any program; `direct`: see `open_lane`. False where the ranks
+    are about to make different calls, or where the GPU's driver fails: then there is nothing to
+    leave, and an error to answer.
     """
     cdef bint collective = is_collective(call)
-    answer[0] = NULL
+    answer[0] = check(
+        frame, call, open_lane(frame, comm, direct, &visit.lane), comm, count, peer)
+    if answer[0] != NULL:
+        return False
     visit.canary.n = 0
     visit.entry = record(
         call, dtype_of(frame, call), comm.id,
@@ -95,17 +100,18 @@ cdef bint enter(
     if collective and call != IALLREDUCE and is_checking() and comm.size > 1:
         answer[0] = compare(frame, comm, visit.entry, &visit.canary)
         if answer[0] != NULL:
-            leave(visit)
+            leave(visit, 0)
     return answer[0] == NULL
 
 
-cdef void leave(Visit *visit) noexcept nogil:
-    """Undo `enter`."""
+cdef int leave(Visit *visit, int code) noexcept nogil:
+    """Undo `enter`; returns the code of the call, or of what went wrong here."""
     fp_restore(visit.mode)
     count_down(&inside)
     if serialized():
         pthread_mutex_unlock(&lock)
     record_return(visit.entry, visit.sequence)
+    return close_lane(&visit.lane, code)
 
 
 cdef Error *check(
@@ -121,7 +127,10 @@ cdef Error *check(
     mpi_text[0] = 0
     if code == ERR_NO_MEM:
         return ffi_error(frame, "No memory for an MPI call's scratch space.")
-    (<error_string_t> address[<int> ERROR_STRING])(code, mpi_text, &length)
+    if code == ERR_DRIVER:
+        snprintf(mpi_text, sizeof(mpi_text), "%s", driver_error())
+    else:
+        (<error_string_t> address[<int> ERROR_STRING])(code, mpi_text, &length)
     peer_text[0] = 0
     if peer >= 0:
         snprintf(peer_text, sizeof(peer_text), ", peer %lld", <long long> peer)

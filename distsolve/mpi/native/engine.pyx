@@ -4,6 +4,9 @@ An MPI library allocates scratch in proportion to the message, and counts are C 
 array goes to MPI a chunk at a time, in place where the buffers allow it. What cannot go directly
 is copied through one scratch buffer of fixed size: small leaves (packed into one message), 16-bit
 floats (widened to float32 and rounded once), and arrays whose MPI must not see MPI_IN_PLACE.
+
+Device memory comes to MPI in pieces through the two halves of staging memory: while MPI reduces one
+piece, the one before goes back to the device and the one after comes from it.
 """
 
 from libc.stdint cimport int64_t, uint16_t
@@ -11,8 +14,11 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from distsolve.mpi.native.abi cimport (
-    BCAST, ERR_NO_MEM, EXSCAN, REDUCE, REDUCE_SCATTER_BLOCK, Call, Comm, address, bcast_t,
+    BCAST, ERR_NO_MEM, EXSCAN, REDUCE, Call, Comm, address, bcast_t,
     combine_t, constants, count_call, identity, mpi_op, mpi_type, reduce_t,
+)
+from distsolve.mpi.native.device cimport (
+    NEVER, Lane, copy, fetch, put, synchronize,
 )
 from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_BF16, XLA_FFI_DataType_C128, XLA_FFI_DataType_C64, XLA_FFI_DataType_F16,
@@ -23,14 +29,16 @@ from distsolve.mpi.native.ffi cimport (
 
 
 cdef enum:
-    SCRATCH = 4 << 20       # bytes; sending and receiving halves
     DIRECT = 64 << 10       # bytes from which a leaf among others is reduced where it lies
     TILE = 32               # rows and columns mirrored at a time
+    PIECES = 8              # of an array in device memory, at least,
+    SMALLEST_PIECE = 1 << 20    # unless that makes them smaller than this
 
 cdef struct Cursor:
     int64_t segment
     int64_t offset
 
+cdef Lane in_host_memory        # all zeros
 cdef char *shared_scratch = NULL
 cdef pthread_mutex_t scratch_lock
 pthread_mutex_init(&scratch_lock, NULL)
@@ -69,6 +77,8 @@ cdef Job job_of(
     job.frame = frame
     job.triangle = 0
     job.src = job.dst = NULL
+    job.count = 0
+    job.lane = &in_host_memory
     if call == BCAST:
         job.wire_type, job.wire_op = constants.byte, 0
         return job
@@ -91,15 +101,39 @@ cdef void segment(
         offset = ((index // n) * n * n + row * (n + 1)) * job.item
         src[0], dst[0] = job.src + offset, job.dst + offset
         count[0] = n - row
+    elif job.frame == NULL:
+        src[0], dst[0], count[0] = job.src, job.dst, job.count
     else:
         src[0] = <char *> ffi_arg(job.frame, index).data
         dst[0] = <char *> ffi_ret(job.frame, index).data
         count[0] = ffi_count(ffi_arg(job.frame, index))
 
 
+cdef bint is_staged(const Job *job) noexcept nogil:
+    """Whether the segments are in device memory, and MPI must not see it."""
+    return job.lane.staged
+
+
+cdef int64_t direct_bytes(const Job *job, int64_t count) noexcept nogil:
+    """Bytes that MPI may be given in device memory; none where this module must touch them."""
+    if (job.n_segments > 1 or job.wire_item != job.item or job.call == EXSCAN
+            or (not constants.use_in_place and job.call != BCAST)):
+        return NEVER
+    return count * job.item
+
+
+cdef int duplicate(const Job *job, char *dst, const char *src, int64_t nbytes) noexcept nogil:
+    cdef int code
+    if job.lane.stream == NULL:
+        memcpy(dst, src, nbytes)
+        return 0
+    code = copy(job.lane, dst, src, nbytes)
+    return code if code != 0 else synchronize(job.lane)
+
+
 cdef bint is_direct(const Job *job, int64_t count) noexcept nogil:
     """Whether MPI reads and writes a segment where it lies: the same answer on every rank."""
-    if job.wire_item != job.item:
+    if is_staged(job) or job.wire_item != job.item:
         return False
     if not constants.use_in_place and job.call != BCAST:
         return False
@@ -170,28 +204,36 @@ cdef void narrow(const Job *job, const char *wire, char *dst, int64_t count) noe
             short_[i] = float_to_bfloat16(wide[i])
 
 
-cdef void move(
+cdef int move(
     const Job *job, Cursor *cursor, char *wire, int64_t total, bint to_wire
 ) noexcept nogil:
-    """Copy `total` elements between scratch and the segments that are not direct."""
+    """Copy `total` elements between scratch or staging and the segments that are not direct."""
+    cdef int64_t wire_item = job.item if is_staged(job) else job.wire_item
     cdef char *src
     cdef char *dst
     cdef int64_t count
     cdef int64_t step
-    while total > 0:
+    cdef int code = 0
+    while total > 0 and code == 0:
         segment(job, cursor.segment, &src, &dst, &count)
         if cursor.offset == count or is_direct(job, count):
             cursor.segment += 1
             cursor.offset = 0
             continue
         step = min(count - cursor.offset, total)
-        if to_wire:
-            widen(job, src + cursor.offset * job.item, wire, step)
+        src += cursor.offset * job.item
+        dst += cursor.offset * job.item
+        if is_staged(job):
+            code = (fetch(job.lane, wire, src, step * job.item) if to_wire
+                    else put(job.lane, dst, wire, step * job.item))
+        elif to_wire:
+            widen(job, src, wire, step)
         else:
-            narrow(job, wire, dst + cursor.offset * job.item, step)
-        wire += step * job.wire_item
+            narrow(job, wire, dst, step)
+        wire += step * wire_item
         cursor.offset += step
         total -= step
+    return code
 
 
 cdef int flush(const Job *job, Cursor *start, char *scratch, int64_t total) noexcept nogil:
@@ -233,8 +275,57 @@ cdef void fill_identity(const Job *job, char *dst, int64_t count) noexcept nogil
         memcpy(dst + i * job.item, identity(job.op, job.dtype), job.item)
 
 
+cdef int run_staged(const Job *job) noexcept nogil:
+    """Run a job on device memory through staging memory, a piece at a time.
+
+    The stream does one thing after the other, so a half can be given its next piece as soon as the
+    copy of the one before back to the device is queued.
+    """
+    cdef bint sends = job.call != BCAST or job.comm.rank == job.root
+    cdef bint receives = (job.comm.rank != job.root if job.call == BCAST
+                          else job.call != REDUCE or job.comm.rank == job.root)
+    cdef Job piece = job[0]
+    cdef Cursor ahead, behind
+    cdef char *src
+    cdef char *dst
+    cdef char *half = NULL
+    cdef char *other
+    cdef int64_t total = 0
+    cdef int64_t done = 0
+    cdef int64_t room, count, i
+    cdef int code = 0
+    ahead.segment = ahead.offset = behind.segment = behind.offset = 0
+    for i in range(job.n_segments):
+        segment(job, i, &src, &dst, &count)
+        total += count
+        if not receives:
+            code = code or copy(job.lane, dst, src, count * job.item)
+    room = max(total * job.item // PIECES, <int64_t> SMALLEST_PIECE)
+    room = max(min(room, job.lane.room) // job.item, 1)
+    i = 0
+    piece.lane, piece.frame, piece.n_segments = &in_host_memory, NULL, 1
+    while done < total and code == 0:
+        half, other = job.lane.staging.half[i % 2], job.lane.staging.half[(i + 1) % 2]
+        count = min(room, total - done)
+        if sends and i == 0:
+            code = move(job, &ahead, half, count, True)
+        code = code or synchronize(job.lane)
+        if receives and i > 0:
+            code = code or move(job, &behind, other, piece.count, False)
+        if sends and done + count < total:
+            code = code or move(job, &ahead, other, min(room, total - done - count), True)
+        piece.src = piece.dst = half
+        piece.count = count
+        code = code or run(&piece)
+        done += count
+        i += 1
+    if receives and i > 0:
+        code = code or move(job, &behind, half, piece.count, False)
+    return code
+
+
 cdef int run(Job *job) noexcept nogil:
-    """Run a reduction or broadcast over all its segments; returns MPI's code."""
+    """Run a reduction or broadcast over all its segments; returns a code of MPI or our own."""
     cdef bint reduced = job.call != REDUCE or job.comm.rank == job.root
     cdef char *src
     cdef char *dst
@@ -242,10 +333,12 @@ cdef int run(Job *job) noexcept nogil:
     cdef int64_t packed = 0
     cdef int64_t i
     cdef int code = 0
+    if is_staged(job):
+        return run_staged(job)
     for i in range(job.n_segments):
         segment(job, i, &src, &dst, &count)
         if src != dst and (job.call == BCAST or not reduced):
-            memcpy(dst, src, count * job.item)
+            code = code or duplicate(job, dst, src, count * job.item)
             src = dst
         if not is_direct(job, count):
             packed += count
@@ -257,41 +350,6 @@ cdef int run(Job *job) noexcept nogil:
         for i in range(job.n_segments):
             segment(job, i, &src, &dst, &count)
             fill_identity(job, dst, count)
-    return code
-
-
-cdef int reduce_scatter(Job *job, const char *src, char *dst, int64_t block) noexcept nogil:
-    """Reduce (size, block) elements and keep this rank's block, some columns at a time."""
-    cdef combine_t function = <combine_t> address[<int> REDUCE_SCATTER_BLOCK]
-    cdef int64_t size = job.comm.size
-    cdef int64_t columns = max(
-        min(job.chunk, SCRATCH) // ((size + 1) * job.wire_item), 1)
-    cdef int64_t done = 0
-    cdef int64_t step, row
-    cdef char *scratch
-    cdef char *recv
-    cdef int code = 0
-    if job.wire_item == job.item and block * size * job.item <= job.chunk:
-        count_call(REDUCE_SCATTER_BLOCK)
-        return function(src, dst, <int> block, job.wire_type, job.wire_op, job.comm.handle)
-    if (size + 1) * job.wire_item > SCRATCH:
-        scratch = <char *> malloc((size + 1) * job.wire_item)
-    else:
-        scratch = take_scratch()
-    if scratch == NULL:
-        return ERR_NO_MEM
-    while done < block and code == 0:
-        step = min(columns, block - done)
-        recv = scratch + size * step * job.wire_item
-        for row in range(size):
-            widen(job, src + (row * block + done) * job.item,
-                  scratch + row * step * job.wire_item, step)
-        count_call(REDUCE_SCATTER_BLOCK)
-        code = function(
-            scratch, recv, <int> step, job.wire_type, job.wire_op, job.comm.handle)
-        narrow(job, recv, dst + done * job.item, step)
-        done += step
-    give_scratch(scratch)
     return code
 
 

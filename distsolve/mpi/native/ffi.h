@@ -41,9 +41,31 @@ static inline const int64_t *ffi_ints(XLA_FFI_CallFrame *frame, int64_t index) {
   return (const int64_t *)((XLA_FFI_Array *)frame->attrs.attrs[index])->data;
 }
 
-/* Where in the user's program a call is: the attribute of every MPI call that sorts last. */
+/* Where in the user's program a call is, and whether its buffers are in a GPU's memory: the two
+ * attributes of every MPI call that sort last. */
 static inline int64_t ffi_where(const XLA_FFI_CallFrame *frame) {
-  return *(int64_t *)((XLA_FFI_Scalar *)frame->attrs.attrs[frame->attrs.size - 1])->value;
+  return *(int64_t *)((XLA_FFI_Scalar *)frame->attrs.attrs[frame->attrs.size - 2])->value;
+}
+
+static inline int ffi_on_device(const XLA_FFI_CallFrame *frame) {
+  return 0 != *(int64_t *)((XLA_FFI_Scalar *)frame->attrs.attrs[frame->attrs.size - 1])->value;
+}
+
+/* Find the stream that the program runs on; 0 on a platform without streams. */
+static inline int ffi_stream(XLA_FFI_CallFrame *frame, void **stream) {
+  XLA_FFI_Stream_Get_Args args = {0};
+  args.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
+  args.ctx = frame->ctx;
+  XLA_FFI_Error *error = frame->api->XLA_FFI_Stream_Get(&args);
+  if (error != NULL) {
+    XLA_FFI_Error_Destroy_Args destroy = {0};
+    destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+    destroy.error = error;
+    frame->api->XLA_FFI_Error_Destroy(&destroy);
+    return 0;
+  }
+  *stream = args.stream;
+  return 1;
 }
 
 /* The dtype of an operand, that of a token included; 0 where there is none. */

@@ -11,16 +11,19 @@ Attributes arrive sorted by name; the comment above each handler lists them in t
 from libc.stdint cimport int64_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy
 
 from distsolve.mpi.native.abi cimport (
     ERR_NO_MEM, IALLREDUCE, MAX_STATUS, TEST, WAIT, Comm, Handle, address, count_call, icombine_t,
     serialized, test_t, wait_t,
 )
 from distsolve.mpi.native.calls cimport NO_OP, NO_PEER, Visit, check, enter, in_use, leave, ready
+from distsolve.mpi.native.device cimport (
+    NEVER, NO_DATA, Lane, carry, close_lane, fetch, get_small, open_lane, put,
+    set_small, synchronize,
+)
 from distsolve.mpi.native.engine cimport Job, job_of, narrow, widen
 from distsolve.mpi.native.ffi cimport (
-    Error, Frame, capsule, ffi_arg, ffi_carry, ffi_count, ffi_counts, ffi_error, ffi_int,
+    Error, Frame, capsule, ffi_arg, ffi_count, ffi_counts, ffi_error, ffi_int,
     ffi_operands, ffi_ret, fp_keep_subnormals, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_t, pthread_mutex_unlock,
 )
@@ -105,9 +108,9 @@ cdef int complete(Frame *frame, Request *request) noexcept nogil:
     cdef Visit visit
     cdef Error *never
     if not request.done:
-        enter(frame, WAIT, request.comm, request.count, NO_PEER, NO_OP, &visit, &never)
+        enter(frame, WAIT, request.comm, request.count, NO_PEER, NO_OP, NO_DATA, &visit, &never)
         request.code = (<wait_t> address[<int> WAIT])(&request.handle, status)
-        leave(&visit)
+        leave(&visit, 0)
     return request.code
 
 
@@ -176,6 +179,59 @@ cdef Request *take(int64_t number, int64_t comm_id) noexcept nogil:
     return found
 
 
+cdef int take_in(
+    Lane *lane, const Job *job, const char *src, char *wire, int64_t count
+) noexcept nogil:
+    """Copy an operand into memory of the request."""
+    cdef int64_t room = lane.room // job.item
+    cdef int64_t step
+    cdef int code = 0
+    if lane.stream == NULL:
+        widen(job, src, wire, count)
+        return 0
+    while count > 0 and code == 0:
+        step = min(room, count)
+        code = fetch(lane, lane.staging.half[0], src, step * job.item)
+        code = code or synchronize(lane)
+        widen(job, lane.staging.half[0], wire, step)
+        src += step * job.item
+        wire += step * job.wire_item
+        count -= step
+    return code
+
+
+cdef int give_out(
+    Lane *lane, const Job *job, const char *wire, char *dst, int64_t count
+) noexcept nogil:
+    """Copy a result out of memory of the request."""
+    cdef int64_t room = lane.room // job.item
+    cdef int64_t step
+    cdef int code = 0
+    if lane.stream == NULL:
+        narrow(job, wire, dst, count)
+        return 0
+    while count > 0 and code == 0:
+        step = min(room, count)
+        code = synchronize(lane)
+        narrow(job, wire, lane.staging.half[0], step)
+        code = code or put(lane, dst, lane.staging.half[0], step * job.item)
+        dst += step * job.item
+        wire += step * job.wire_item
+        count -= step
+    return code
+
+
+cdef int start(const Job *job, Request *request) noexcept nogil:
+    cdef int code
+    count_call(IALLREDUCE)
+    code = (<icombine_t> address[<int> IALLREDUCE])(
+        request.send, request.recv, <int> request.count, job.wire_type, job.wire_op,
+        request.comm.handle, &request.handle)
+    if code == 0:
+        test(request)
+    return code
+
+
 # comm, count, op; `count` operands are the message, the others pass through
 cdef Error *iallreduce(Frame *frame) noexcept nogil:
     cdef Comm *comm
@@ -186,35 +242,29 @@ cdef Error *iallreduce(Frame *frame) noexcept nogil:
     cdef Job job = job_of(frame, IALLREDUCE, comm, ffi_arg(frame, 0), ffi_int(frame, 2), 0, 0)
     cdef Request *request = make_request(&job, ffi_counts(frame, 0, n))
     cdef Visit visit
+    cdef Lane *lane = &visit.lane
     cdef char *wire
     cdef int64_t i, count
-    cdef int code
+    cdef int code = 0
     if request == NULL:
         return check(frame, IALLREDUCE, ERR_NO_MEM, comm, 0, NO_PEER)
+    if not enter(frame, IALLREDUCE, comm, request.count, NO_PEER, job.op, NEVER, &visit, &error):
+        free(request)
+        return error
     wire = request.send
     for i in range(ffi_operands(frame)):
         if i < n:
             count = ffi_count(ffi_arg(frame, i))
-            widen(&job, <char *> ffi_arg(frame, i).data, wire, count)
+            code = code or take_in(lane, &job, <char *> ffi_arg(frame, i).data, wire, count)
             wire += count * job.wire_item
-        ffi_carry(ffi_ret(frame, i + 1), ffi_arg(frame, i))
-    if not enter(frame, IALLREDUCE, comm, request.count, NO_PEER, job.op, &visit, &error):
-        free(request)
-        return error
-    count_call(IALLREDUCE)
-    code = (<icombine_t> address[<int> IALLREDUCE])(
-        request.send, request.recv, <int> request.count, job.wire_type, job.wire_op, comm.handle,
-        &request.handle)
+        code = code or carry(lane, ffi_ret(frame, i + 1), ffi_arg(frame, i))
+    code = code or start(&job, request)
     if code == 0:
-        test(request)
-    leave(&visit)
-    error = check(frame, IALLREDUCE, code, comm, request.count, NO_PEER)
-    if error != NULL:
+        publish(request)
+        code = set_small(lane, ffi_ret(frame, 0), &request.number)
+    else:
         free(request)
-        return error
-    publish(request)
-    memcpy(ffi_ret(frame, 0).data, &request.number, sizeof(int64_t))
-    return NULL
+    return check(frame, IALLREDUCE, leave(&visit, code), comm, 0, NO_PEER)
 
 
 # comm, count; the operands are the request's number, `count` templates, and what passes through
@@ -223,37 +273,62 @@ cdef Error *wait(Frame *frame) noexcept nogil:
     cdef Error *error
     if not ready(frame, WAIT, 0, &comm, &error):
         return error
-    cdef int64_t n = ffi_int(frame, 1)
-    cdef int64_t wanted = ffi_counts(frame, 1, n)
-    cdef char text[200]
     cdef Job job = job_of(frame, IALLREDUCE, comm, ffi_arg(frame, 1), 0, 0, 0)
     cdef Request *request
-    cdef char *wire
-    cdef int64_t number, i, count
-    memcpy(&number, ffi_arg(frame, 0).data, sizeof(int64_t))
+    cdef Lane lane
+    cdef int64_t number
+    cdef int code = open_lane(frame, comm, NEVER, &lane)
+    if code == 0:
+        code = get_small(&lane, &number, ffi_arg(frame, 0))
+    if code != 0:
+        return check(frame, WAIT, code, comm, 0, NO_PEER)
     request = take(number, comm.id)
-    if request == NULL:
-        snprintf(text, sizeof(text), "MPI_Wait: request %lld is not outstanding on rank %d: wait "
-                 "for each request once.", <long long> number, comm.rank)
-        return ffi_error(frame, text)
-    error = check(frame, WAIT, complete(frame, request), comm, request.count, NO_PEER)
-    if error == NULL and (request.count != wanted or request.dtype != job.dtype):
-        snprintf(text, sizeof(text), "MPI_Wait: request %lld is for %lld elements, its template "
-                 "has %lld, or another dtype: pass on the request that iallreduce returned.",
-                 <long long> number, <long long> request.count, <long long> wanted)
-        error = ffi_error(frame, text)
-    wire = request.recv
-    for i in range(1, ffi_operands(frame)):
-        if error != NULL:
-            break
-        if i <= n:
-            count = ffi_count(ffi_ret(frame, i - 1))
-            narrow(&job, wire, <char *> ffi_ret(frame, i - 1).data, count)
-            wire += count * job.wire_item
-        else:
-            ffi_carry(ffi_ret(frame, i - 1), ffi_arg(frame, i))
+    error = unfit(frame, &job, request, number)
+    if request != NULL:
+        code = complete(frame, request)
+        if code == 0 and error == NULL:
+            code = finish_wait(frame, &lane, &job, request)
+    code = close_lane(&lane, code)
+    if error == NULL:
+        error = check(frame, WAIT, code, comm, request.count, NO_PEER)
     free(request)
     return error
+
+
+cdef Error *unfit(
+    Frame *frame, const Job *job, const Request *request, int64_t number
+) noexcept nogil:
+    """Answer an error where there is no such request, or its template is another one's."""
+    cdef int64_t wanted = ffi_counts(frame, 1, ffi_int(frame, 1))
+    cdef char text[200]
+    if request == NULL:
+        snprintf(text, sizeof(text), "MPI_Wait: request %lld is not outstanding on rank %d: wait "
+                 "for each request once.", <long long> number, job.comm.rank)
+        return ffi_error(frame, text)
+    if request.count == wanted and request.dtype == job.dtype:
+        return NULL
+    snprintf(text, sizeof(text), "MPI_Wait: request %lld is for %lld elements, its template "
+             "has %lld, or another dtype: pass on the request that iallreduce returned.",
+             <long long> number, <long long> request.count, <long long> wanted)
+    return ffi_error(frame, text)
+
+
+cdef int finish_wait(
+    Frame *frame, Lane *lane, const Job *job, const Request *request
+) noexcept nogil:
+    """Give out the results, and pass on what passes through."""
+    cdef const char *wire = request.recv
+    cdef int64_t i, count
+    cdef int code = 0
+    for i in range(1, ffi_operands(frame)):
+        if i <= ffi_int(frame, 1):
+            count = ffi_count(ffi_ret(frame, i - 1))
+            code = code or give_out(
+                lane, job, wire, <char *> ffi_ret(frame, i - 1).data, count)
+            wire += count * job.wire_item
+        else:
+            code = code or carry(lane, ffi_ret(frame, i - 1), ffi_arg(frame, i))
+    return code
 
 
 def pending():

@@ -11,10 +11,12 @@ from distsolve.mpi.native.abi cimport (
 )
 from distsolve.mpi.native.agreement cimport verify
 from distsolve.mpi.native.calls cimport NO_OP, NO_PEER, Visit, check, enter, leave, ready
-from distsolve.mpi.native.engine cimport Job, job_of, mirror, reduce_scatter, run
+from distsolve.mpi.native.columns cimport reduce_scatter
+from distsolve.mpi.native.device cimport NEVER
+from distsolve.mpi.native.engine cimport Job, direct_bytes, job_of, mirror, run
 from distsolve.mpi.native.ffi cimport (
-    Buffer, Error, Frame, capsule, ffi_arg, ffi_count, ffi_counts, ffi_int, ffi_operands,
-    ffi_ret,
+    Buffer, Error, Frame, capsule, ffi_answer_metadata, ffi_arg, ffi_count, ffi_counts, ffi_int,
+    ffi_on_device, ffi_operands, ffi_ret,
 )
 
 
@@ -29,10 +31,11 @@ cdef Error *combine(Frame *frame, Call call, int op_at, int root_at) noexcept no
     cdef int64_t count = ffi_counts(frame, 0, ffi_operands(frame))
     job = job_of(frame, call, comm, ffi_arg(frame, 0), op, <int> root, ffi_int(frame, 0))
     cdef Visit visit
-    if not enter(frame, call, comm, count, root, op, &visit, &error):
+    if not enter(
+            frame, call, comm, count, root, op, direct_bytes(&job, count), &visit, &error):
         return error
-    cdef int code = run(&job)
-    leave(&visit)
+    job.lane = &visit.lane
+    cdef int code = leave(&visit, run(&job))
     error = check(frame, call, code, comm, count, NO_PEER)
     return verify(frame, comm, visit.entry, &visit.canary) if error == NULL else error
 
@@ -62,10 +65,13 @@ cdef Error *bcast(Frame *frame) noexcept nogil:
     return combine(frame, BCAST, 0, 2)
 
 
-# chunk, comm, op; the operand is a stack of square matrices
+# chunk, comm, op; the operand is a stack of square matrices. In device memory, where this module
+# cannot mirror a triangle, both go to MPI.
 cdef Error *allreduce_symmetric(Frame *frame) noexcept nogil:
     cdef Comm *comm
     cdef Error *error
+    if not ffi_answer_metadata(frame) and ffi_on_device(frame):
+        return combine(frame, ALLREDUCE, 2, 0)
     if not ready(frame, ALLREDUCE, 1, &comm, &error):
         return error
     cdef Buffer *x = ffi_arg(frame, 0)
@@ -81,10 +87,10 @@ cdef Error *allreduce_symmetric(Frame *frame) noexcept nogil:
     job.src = <char *> x.data
     job.dst = <char *> ffi_ret(frame, 0).data
     cdef Visit visit
-    if not enter(frame, ALLREDUCE, comm, total, NO_PEER, job.op, &visit, &error):
+    if not enter(frame, ALLREDUCE, comm, total, NO_PEER, job.op, NEVER, &visit, &error):
         return error
-    code = run(&job)
-    leave(&visit)
+    job.lane = &visit.lane
+    code = leave(&visit, run(&job))
     for i in range(total // (n * n)):
         mirror(job.dst + i * n * n * job.item, n, job.dtype, job.item)
     return check(frame, ALLREDUCE, code, comm, total, NO_PEER)
@@ -100,11 +106,12 @@ cdef Error *reduce_scatter_block(Frame *frame) noexcept nogil:
     cdef Job job = job_of(
         frame, REDUCE_SCATTER_BLOCK, comm, y, ffi_int(frame, 2), 0, ffi_int(frame, 0))
     cdef Visit visit
-    if not enter(frame, REDUCE_SCATTER_BLOCK, comm, ffi_count(y), NO_PEER, job.op, &visit, &error):
+    if not enter(frame, REDUCE_SCATTER_BLOCK, comm, ffi_count(y), NO_PEER, job.op, NEVER, &visit,
+                 &error):
         return error
-    cdef int code = reduce_scatter(
-        &job, <char *> ffi_arg(frame, 0).data, <char *> y.data, ffi_count(y))
-    leave(&visit)
+    job.lane = &visit.lane
+    cdef int code = leave(&visit, reduce_scatter(
+        &job, <char *> ffi_arg(frame, 0).data, <char *> y.data, ffi_count(y)))
     return check(frame, REDUCE_SCATTER_BLOCK, code, comm, ffi_count(y), NO_PEER)
 
 

@@ -191,6 +191,11 @@ cdef int get_elements(const void *status, Handle dtype, int64_t *count) noexcept
     return 0
 
 
+cdef int set_elements(void *status, Handle dtype, int64_t count) noexcept nogil:
+    (<int64_t *> (<char *> status + 8))[0] = count
+    return 0
+
+
 cdef int comm_size(Handle comm, int *size) noexcept nogil:
     size[0] = 1
     return 0
@@ -249,4 +254,5 @@ ADDRESSES = {
     "MPI_Abort": <uintptr_t> &abort,
     "MPI_Type_contiguous": <uintptr_t> &contiguous,
     "MPI_Op_create": <uintptr_t> &op_create,
+    "MPI_Status_set_elements_x": <uintptr_t> &set_elements,
 }

@@ -1,0 +1,208 @@
+"""The driver of this process's GPUs: found at run time, and handed to the handlers.
+
+No header, toolkit or library of a GPU is needed to build the package, and without a GPU plugin of
+JAX none is looked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from typing import Any
+
+import jax
+
+from distsolve.mpi import launcher
+from distsolve.mpi.native import device as native
+
+# Bytes in one half of the staging memory.
+STAGING_BYTES = 16 << 20
+MIN_STAGING, MAX_STAGING = 1 << 10, 1 << 30
+# Bytes from which MPI is given device memory: at any size, or never.
+ALWAYS, NEVER = 0, 2**62
+PROBE_SECONDS = 120
+ROADS = ("auto", "direct", "staged")
+GPU_PLATFORMS = {"cuda", "rocm", "gpu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Driver:
+    """A driver's library, XLA's name of its platform, and its functions by what they do."""
+
+    library: str
+    platform: str
+    functions: dict[str, str]
+
+
+# JAX's names of the platforms. HIP has a current device where CUDA has a stack of contexts.
+DRIVERS = {
+    "cuda": Driver(
+        "libcuda.so.1",
+        "CUDA",
+        {
+            "copy_to_host": "cuMemcpyDtoHAsync_v2",
+            "copy_to_device": "cuMemcpyHtoDAsync_v2",
+            "copy_on_device": "cuMemcpyDtoDAsync_v2",
+            "synchronize": "cuStreamSynchronize",
+            "allocate": "cuMemHostAlloc",
+            "event_create": "cuEventCreate",
+            "event_record": "cuEventRecord",
+            "event_synchronize": "cuEventSynchronize",
+            "context_of_stream": "cuStreamGetCtx",
+            "enter_context": "cuCtxPushCurrent_v2",
+            "leave_context": "cuCtxPopCurrent_v2",
+            "error_text": "cuGetErrorString",
+        },
+    ),
+    "rocm": Driver(
+        "libamdhip64.so",
+        "ROCM",
+        {
+            "copy_to_host": "hipMemcpyDtoHAsync",
+            "copy_to_device": "hipMemcpyHtoDAsync",
+            "copy_on_device": "hipMemcpyDtoDAsync",
+            "synchronize": "hipStreamSynchronize",
+            "allocate": "hipHostMalloc",
+            "event_create": "hipEventCreateWithFlags",
+            "event_record": "hipEventRecord",
+            "event_synchronize": "hipEventSynchronize",
+            "context_of_stream": "hipStreamGetDevice",
+            "enter_context": "hipSetDevice",
+            "leave_context": "",
+            "error_text": "hipDrvGetErrorString",
+        },
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Road:
+    """How device memory comes to MPI, and why: one line of the doctor's."""
+
+    direct_from: int
+    reason: str
+
+
+_loaded: str | None = None
+_road: Road | None = None
+
+
+def jax_uses_gpus() -> bool:
+    """Whether JAX's platforms, or its plugins where none are named, include GPUs."""
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if platforms:
+        return not GPU_PLATFORMS.isdisjoint(platforms.split(","))
+    return any(entry_points(group="jax_plugins"))
+
+
+def load(handlers: dict[str, Any]) -> None:
+    """Register the handlers for the GPUs that JAX can use here, if there are any.
+
+    Parameters
+    ----------
+    handlers : dict
+        Capsules by target name.
+    """
+    if not jax_uses_gpus():
+        return
+    for name, driver in DRIVERS.items():
+        try:
+            library = ctypes.CDLL(driver.library)
+        except OSError:
+            continue
+        bind(name, library)
+        for target, handler in handlers.items():
+            jax.ffi.register_ffi_target(target, handler, platform=driver.platform)
+        return
+
+
+def bind(platform: str, library: ctypes.CDLL) -> None:
+    """Hand the functions of a driver to the handlers; creates no context.
+
+    Parameters
+    ----------
+    platform : a key of `DRIVERS`
+    library : the driver's library
+    """
+    global _loaded
+    addresses = {}
+    for use, name in DRIVERS[platform].functions.items():
+        function = getattr(library, name) if name else None
+        addresses[use] = (name, ctypes.cast(function, ctypes.c_void_p).value if function else None)
+    native.bind(addresses, staging_bytes())
+    _loaded = platform
+
+
+def platform() -> str | None:
+    """JAX's name of the GPU platform whose driver is loaded."""
+    return _loaded
+
+
+def staging_bytes() -> int:
+    """The bytes in one half of the staging memory that this process wants."""
+    text = os.environ.get("DISTSOLVE_STAGING_BYTES")
+    if text is None:
+        return STAGING_BYTES
+    if not text.isdecimal() or not MIN_STAGING <= int(text) <= MAX_STAGING:
+        raise ValueError(
+            f"DISTSOLVE_STAGING_BYTES is {text!r}; expected a number of bytes from {MIN_STAGING} "
+            f"to {MAX_STAGING}, for instance {STAGING_BYTES}."
+        )
+    return int(text)
+
+
+def road(probing: bool = True) -> Road:
+    """How device memory comes to MPI, as far as this process knows.
+
+    Parameters
+    ----------
+    probing : bool
+        Whether this process is the one of its node that tries, in ``auto``.
+    """
+    wanted = os.environ.get("DISTSOLVE_GPU_MPI", "auto")
+    if wanted not in ROADS:
+        raise ValueError(f"DISTSOLVE_GPU_MPI is {wanted!r}; expected one of {', '.join(ROADS)}.")
+    if _loaded is None:
+        return Road(ALWAYS, "no GPU")
+    if wanted != "auto":
+        return Road(ALWAYS if wanted == "direct" else NEVER, f"DISTSOLVE_GPU_MPI={wanted}")
+    if _road is not None:
+        return _road
+    return probe() if probing else Road(ALWAYS, "another rank of this node tried")
+
+
+def keep(direct_from: int, reason: str) -> None:
+    """Keep what all ranks have agreed on, so that nobody probes again."""
+    global _road
+    _road = Road(direct_from, reason)
+
+
+def probe(command: tuple[str, ...] = (sys.executable, "-m", "distsolve.mpi.probe")) -> Road:
+    """Try in a child process whether MPI takes device pointers: a crash there is an answer.
+
+    Parameters
+    ----------
+    command : the child's; its exit code 0 means yes.
+    """
+    environment = launcher.without_job(os.environ)
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    try:
+        child = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return Road(NEVER, f"MPI did not answer with device memory within {PROBE_SECONDS} s")
+    if child.returncode == 0:
+        return Road(ALWAYS, "MPI moved 4 MiB of device memory right")
+    said = (child.stdout + child.stderr).strip().splitlines()
+    why = said[-1] if said else "nothing said"
+    return Road(NEVER, f"MPI does not take device memory (exit code {child.returncode}: {why})")

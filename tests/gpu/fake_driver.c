@@ -1,0 +1,442 @@
+/* A GPU's driver without a GPU, that checks how it is used.
+ *
+ * "Device" memory is host memory at addresses that nobody may touch: each page is mapped twice, once
+ * without any access, at the address that a program is given, and once for this driver. Copies run
+ * late, on the thread of their stream, one after the other. Every broken rule is kept as text.
+ *
+ * Besides the driver's functions (cu...): what a test does with the memory and the streams (fake_...),
+ * functions that break one rule each (mutant_...), and `fake_call`, which calls a handler of XLA's
+ * with a call frame made by hand. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "xla/ffi/api/c_api.h"
+
+#define ARENA ((size_t)256 << 20)
+#define ALIGNMENT 256
+#define MOST_PINNED 256
+#define MOST_STREAMS 8
+#define FAILURE 700
+
+/* ---- rules ---- */
+
+static pthread_mutex_t rules = PTHREAD_MUTEX_INITIALIZER;
+static char violations[4096];
+
+static void violate(const char *rule) {
+  pthread_mutex_lock(&rules);
+  if (strstr(violations, rule) == NULL &&
+      strlen(violations) + strlen(rule) + 3 < sizeof(violations)) {
+    if (violations[0]) strcat(violations, "; ");
+    strcat(violations, rule);
+  }
+  pthread_mutex_unlock(&rules);
+}
+
+const char *fake_violations(void) { return violations; }
+
+/* ---- failures to order ---- */
+
+static char failing[64];
+static int calls_until_failure;
+
+void fake_fail(const char *function, int calls) {
+  snprintf(failing, sizeof(failing), "%s", function);
+  calls_until_failure = calls;
+}
+
+static int fails(const char *function) {
+  if (strcmp(function, failing) != 0 || --calls_until_failure > 0) return 0;
+  failing[0] = 0;
+  return 1;
+}
+
+#define FAIL_IF_ORDERED \
+  if (fails(__func__)) return FAILURE
+
+int cuGetErrorString(int code, const char **text) {
+  *text = code == FAILURE ? "as ordered" : "unknown";
+  return 0;
+}
+
+/* ---- memory ---- */
+
+static char *arena;  /* the addresses that are given out */
+static char *shadow; /* the same pages, for this file */
+static size_t arena_used;
+static struct { char *at; size_t size; } pinned[MOST_PINNED];
+static int n_pinned;
+static size_t pinned_bytes;
+
+int fake_start(void) {
+  int file = memfd_create("device", 0);
+  if (file < 0 || ftruncate(file, ARENA) != 0) return 1;
+  arena = mmap(NULL, ARENA, PROT_NONE, MAP_SHARED, file, 0);
+  shadow = mmap(NULL, ARENA, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  return arena == MAP_FAILED || shadow == MAP_FAILED;
+}
+
+void fake_reset(void) {
+  arena_used = 0;
+  violations[0] = failing[0] = 0;
+}
+
+/* Let anyone touch device memory, as where MPI takes its pointers. */
+int fake_unprotect(int enabled) {
+  return mprotect(arena, ARENA, enabled ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
+
+size_t fake_pinned_bytes(void) { return pinned_bytes; }
+
+void *fake_allocate(size_t size) {
+  size_t at = arena_used;
+  arena_used += (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + ALIGNMENT;
+  if (arena_used > ARENA) return NULL;
+  memset(shadow + at, 0xab, arena_used - at);
+  return arena + at;
+}
+
+static char *on_device(const void *address, size_t size) {
+  size_t at = (size_t)((const char *)address - arena);
+  if ((const char *)address < arena || at + size > arena_used) {
+    violate("a copy outside of the device's memory");
+    return NULL;
+  }
+  return shadow + at;
+}
+
+void fake_read(void *to, const void *device, size_t size) {
+  memcpy(to, on_device(device, size), size);
+}
+
+static void require_pinned(const void *host, size_t size) {
+  for (int i = 0; i < n_pinned; ++i)
+    if ((const char *)host >= pinned[i].at &&
+        (const char *)host + size <= pinned[i].at + pinned[i].size)
+      return;
+  violate("a copy from or to host memory that the driver did not allocate");
+}
+
+int cuMemAlloc_v2(void **at, size_t size) {
+  violate("device memory was allocated");
+  *at = fake_allocate(size);
+  return 0;
+}
+
+/* ---- contexts: one, to be current on a thread that allocates or copies ---- */
+
+static int the_context;
+static __thread int depth;
+
+static void require_context(void) {
+  if (depth == 0) violate("no context was current");
+}
+
+int cuStreamGetCtx(void *stream, void **context) {
+  FAIL_IF_ORDERED;
+  *context = &the_context;
+  return stream == NULL;
+}
+
+int cuCtxPushCurrent_v2(void *context) {
+  FAIL_IF_ORDERED;
+  if (context != &the_context) violate("another context");
+  ++depth;
+  return 0;
+}
+
+int cuCtxPopCurrent_v2(void **context) {
+  if (--depth < 0) violate("a context was left that was not entered");
+  *context = &the_context;
+  return 0;
+}
+
+int cuMemHostAlloc(char **at, size_t size, unsigned flags) {
+  FAIL_IF_ORDERED;
+  require_context();
+  *at = malloc(size);
+  if (n_pinned == MOST_PINNED || *at == NULL || flags != 1) return 1;
+  pinned[n_pinned].at = *at;
+  pinned[n_pinned++].size = size;
+  pinned_bytes += size;
+  return 0;
+}
+
+/* ---- streams: each a thread that does one thing after the other, late ---- */
+
+struct work {
+  struct work *next;
+  char *to;
+  const char *from;
+  size_t size;
+  char *owned; /* freed after the work */
+};
+
+struct stream {
+  pthread_t thread;
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  struct work *first, *last;
+  int64_t queued, done;
+  long delay_us; /* before each piece of work */
+};
+
+static struct stream streams[MOST_STREAMS];
+static int n_streams;
+static struct stream *expected;
+
+static void *work_off(void *argument) {
+  struct stream *stream = argument;
+  for (;;) {
+    pthread_mutex_lock(&stream->lock);
+    while (stream->first == NULL) pthread_cond_wait(&stream->changed, &stream->lock);
+    struct work *work = stream->first;
+    pthread_mutex_unlock(&stream->lock);
+    nanosleep(&(struct timespec){0, stream->delay_us * 1000}, NULL);
+    memcpy(work->to, work->from, work->size);
+    pthread_mutex_lock(&stream->lock);
+    stream->first = work->next;
+    if (stream->first == NULL) stream->last = NULL;
+    ++stream->done;
+    pthread_cond_broadcast(&stream->changed);
+    pthread_mutex_unlock(&stream->lock);
+    free(work->owned);
+    free(work);
+  }
+  return NULL;
+}
+
+void *fake_stream(long delay_us) {
+  struct stream *stream = &streams[n_streams++];
+  stream->delay_us = delay_us;
+  pthread_mutex_init(&stream->lock, NULL);
+  pthread_cond_init(&stream->changed, NULL);
+  pthread_create(&stream->thread, NULL, work_off, stream);
+  return stream;
+}
+
+void fake_delay(struct stream *stream, long delay_us) { stream->delay_us = delay_us; }
+
+static void queue(struct stream *stream, char *to, const char *from, size_t size, char *owned) {
+  struct work *work = calloc(1, sizeof(struct work));
+  if (to == NULL || from == NULL) return;
+  work->to = to;
+  work->from = from;
+  work->size = size;
+  work->owned = owned;
+  pthread_mutex_lock(&stream->lock);
+  if (stream->last != NULL)
+    stream->last->next = work;
+  else
+    stream->first = work;
+  stream->last = work;
+  ++stream->queued;
+  pthread_cond_broadcast(&stream->changed);
+  pthread_mutex_unlock(&stream->lock);
+}
+
+static int wait_until(struct stream *stream, int64_t number) {
+  pthread_mutex_lock(&stream->lock);
+  while (stream->done < number) pthread_cond_wait(&stream->changed, &stream->lock);
+  pthread_mutex_unlock(&stream->lock);
+  return 0;
+}
+
+/* Work of the program around the call: what makes an operand, and what reads a result. */
+void fake_produce(struct stream *stream, void *device, const void *values, size_t size) {
+  char *copy = malloc(size);
+  memcpy(copy, values, size);
+  queue(stream, on_device(device, size), copy, size, copy);
+}
+
+void fake_consume(struct stream *stream, void *host, const void *device, size_t size) {
+  queue(stream, host, on_device(device, size), size, NULL);
+}
+
+void fake_drain(struct stream *stream) { wait_until(stream, stream->queued); }
+
+static int rightly_used(struct stream *stream) {
+  require_context();
+  if (stream == NULL) violate("the default stream was used");
+  if (stream != NULL && stream != expected) violate("a stream was used that is not the program's");
+  return stream != NULL;
+}
+
+int cuMemcpyDtoHAsync_v2(void *host, const void *device, size_t size, struct stream *stream) {
+  FAIL_IF_ORDERED;
+  require_pinned(host, size);
+  if (rightly_used(stream)) queue(stream, host, on_device(device, size), size, NULL);
+  return 0;
+}
+
+int cuMemcpyHtoDAsync_v2(void *device, const void *host, size_t size, struct stream *stream) {
+  FAIL_IF_ORDERED;
+  require_pinned(host, size);
+  if (rightly_used(stream)) queue(stream, on_device(device, size), host, size, NULL);
+  return 0;
+}
+
+int cuMemcpyDtoDAsync_v2(void *to, const void *from, size_t size, struct stream *stream) {
+  FAIL_IF_ORDERED;
+  if (rightly_used(stream)) queue(stream, on_device(to, size), on_device(from, size), size, NULL);
+  return 0;
+}
+
+int cuStreamSynchronize(struct stream *stream) {
+  FAIL_IF_ORDERED;
+  return rightly_used(stream) ? wait_until(stream, stream->queued) : 0;
+}
+
+/* ---- events ---- */
+
+struct event {
+  struct stream *stream;
+  int64_t number;
+};
+
+int cuEventCreate(struct event **event, unsigned flags) {
+  FAIL_IF_ORDERED;
+  require_context();
+  *event = calloc(1, sizeof(struct event));
+  return *event == NULL || flags != 2;
+}
+
+int cuEventRecord(struct event *event, struct stream *stream) {
+  FAIL_IF_ORDERED;
+  if (!rightly_used(stream)) return 0;
+  event->stream = stream;
+  event->number = stream->queued;
+  return 0;
+}
+
+int cuEventSynchronize(struct event *event) {
+  FAIL_IF_ORDERED;
+  return event->stream == NULL ? 0 : wait_until(event->stream, event->number);
+}
+
+/* ---- functions that break a rule ---- */
+
+int mutant_synchronize(struct stream *stream) { return 0; }
+
+int mutant_event_synchronize(struct event *event) { return 0; }
+
+int mutant_event_record(struct event *event, struct stream *stream) { return 0; }
+
+int mutant_copy_to_host(void *host, const void *device, size_t size, struct stream *stream) {
+  return cuMemcpyDtoHAsync_v2(host, device, size, NULL);
+}
+
+int mutant_copy_to_device(void *device, const void *host, size_t size, struct stream *stream) {
+  return cuMemcpyHtoDAsync_v2(device, host, size, NULL);
+}
+
+int mutant_copy_on_device(void *to, const void *from, size_t size, struct stream *stream) {
+  return cuMemcpyDtoDAsync_v2(to, from, size, NULL);
+}
+
+/* A copy that blocks and knows of no stream, as cuMemcpyDtoH does. */
+int mutant_block(void *host, const void *device, size_t size, struct stream *stream) {
+  memcpy(host, on_device(device, size), size);
+  return 0;
+}
+
+/* On a stream of its own, behind nothing. */
+int mutant_other_stream(void *device, const void *host, size_t size, struct stream *stream) {
+  static struct stream *other;
+  if (other == NULL) other = fake_stream(0);
+  return cuMemcpyHtoDAsync_v2(device, host, size, other);
+}
+
+int mutant_allocate(char **at, size_t size, unsigned flags) {
+  *at = malloc(size);
+  return *at == NULL;
+}
+
+int mutant_enter_context(void *context) { return 0; }
+
+int mutant_leave_context(void **context) { return 0; }
+
+/* ---- a call of a handler ---- */
+
+struct buffer {
+  int64_t dtype;
+  void *data;
+  int64_t rank;
+  int64_t dims[4];
+};
+
+static XLA_FFI_Error *make_error(XLA_FFI_Error_Create_Args *args) {
+  return (XLA_FFI_Error *)strdup(args->message);
+}
+
+static void destroy_error(XLA_FFI_Error_Destroy_Args *args) { free(args->error); }
+
+static XLA_FFI_Error *get_stream(XLA_FFI_Stream_Get_Args *args) {
+  args->stream = args->ctx;
+  return args->stream == NULL ? (XLA_FFI_Error *)strdup("no stream") : NULL;
+}
+
+static void fill(XLA_FFI_Buffer *made, void **pointers, const struct buffer *buffers, int n) {
+  for (int i = 0; i < n; ++i) {
+    made[i].struct_size = sizeof(XLA_FFI_Buffer);
+    made[i].dtype = (XLA_FFI_DataType)buffers[i].dtype;
+    made[i].data = buffers[i].data;
+    made[i].rank = buffers[i].rank;
+    made[i].dims = (int64_t *)buffers[i].dims;
+    pointers[i] = &made[i];
+  }
+}
+
+/* Attributes: each a number, or where `lengths` is not negative that many. The text of the error is
+ * the caller's to free; NULL where there is none. */
+char *fake_call(XLA_FFI_Handler *handler, struct stream *stream, const struct buffer *args,
+                int n_args, const struct buffer *rets, int n_rets, const int64_t **values,
+                const int *lengths, int n_attrs) {
+  XLA_FFI_Api api;
+  XLA_FFI_Buffer arg_buffers[16], ret_buffers[16];
+  void *arg_pointers[16], *ret_pointers[16], *attrs[16];
+  XLA_FFI_Scalar scalars[16];
+  XLA_FFI_Array arrays[16];
+  XLA_FFI_CallFrame frame;
+  memset(&api, 0, sizeof(api));
+  memset(&frame, 0, sizeof(frame));
+  api.XLA_FFI_Error_Create = make_error;
+  api.XLA_FFI_Error_Destroy = destroy_error;
+  api.XLA_FFI_Stream_Get = get_stream;
+  fill(arg_buffers, arg_pointers, args, n_args);
+  fill(ret_buffers, ret_pointers, rets, n_rets);
+  for (int i = 0; i < n_attrs; ++i) {
+    if (lengths[i] < 0) {
+      scalars[i].dtype = XLA_FFI_DataType_S64;
+      scalars[i].value = (void *)values[i];
+      attrs[i] = &scalars[i];
+    } else {
+      arrays[i].dtype = XLA_FFI_DataType_S64;
+      arrays[i].size = lengths[i];
+      arrays[i].data = (void *)values[i];
+      attrs[i] = &arrays[i];
+    }
+  }
+  frame.struct_size = sizeof(frame);
+  frame.api = &api;
+  frame.ctx = (XLA_FFI_ExecutionContext *)stream;
+  frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
+  frame.args.size = n_args;
+  frame.args.args = arg_pointers;
+  frame.rets.size = n_rets;
+  frame.rets.rets = ret_pointers;
+  frame.attrs.size = n_attrs;
+  frame.attrs.attrs = attrs;
+  expected = stream;
+  char *error = (char *)handler(&frame);
+  if (depth != 0) violate("a context was not left");
+  depth = 0;
+  return error;
+}

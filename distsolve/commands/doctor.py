@@ -21,7 +21,6 @@ from distsolve.mpi.launcher import is_first, mismatch
 FEW_NODES = 16  # that are listed one by one
 WIDTH = 22  # of the names in front
 LAST_WORDS = 1.0  # seconds in which each rank can say where it is, before the job ends
-NO_GPU = "buffers on a GPU, and the probe whether MPI takes them, are not supported yet"
 
 
 def add(subparsers: Any) -> None:
@@ -70,8 +69,8 @@ def run(options: argparse.Namespace) -> int:
     The facts of all ranks and the outcome of each test, by mpi4py: also where ours fails.
     """
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_platforms", "cpu")
     mine = facts.of_rank()
+    jax.config.update("jax_platforms", "cpu")  # the self-test is one of host memory
     try:
         mine["mpi"] = facts.of_mpi()
     except (ImportError, RuntimeError, ValueError) as error:
@@ -162,7 +161,7 @@ class Report:
                 }
                 for name, ranks in findings.by_node(everyone).items()
             ],
-            "gpu": {"plugins": plugins, "note": NO_GPU},
+            "gpu": {"plugins": plugins, "driver": first["driver"]},
             "extras": facts.extras(),
             "environment": first["environment"],
             "warnings": [
@@ -224,7 +223,10 @@ def _head(content):
         "versions": versions | {"distsolve": f"{versions['distsolve']}, {content['package']}"},
         "MPI": _mpi(content["mpi"]),
         "nodes": {node["name"]: _node(node) for node in nodes[:FEW_NODES]},
-        "GPU": {"plugins": ", ".join(plugins) or "no GPU plugin of JAX", "MPI": NO_GPU},
+        "GPU": {
+            "plugins": ", ".join(plugins) or "no GPU plugin of JAX",
+            "driver": content["gpu"]["driver"] or "none loaded",
+        },
         "extras": {name: _extra(needs) for name, needs in content["extras"].items()},
         "environment": content["environment"],
     }

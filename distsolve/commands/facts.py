@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distsolve import mpi
+from distsolve.mpi import device
 from distsolve.mpi.comm import default_chunk, resolve
 from distsolve.mpi.launcher import started_by
 from distsolve.mpi.library import load
@@ -42,6 +43,7 @@ def of_rank() -> dict[str, Any]:
             "BLAS": min(_threads(BLAS_THREADS, len(cores)), len(cores)),
         },
         **_cpu(),
+        "driver": None if (found := device.find()) is None else device.DRIVERS[found].library,
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
@@ -79,6 +81,7 @@ def of_mpi() -> dict[str, Any]:
         "thread_level": MPI and THREAD_LEVELS[MPI.Query_thread()],
         "launcher": started and f"{started[0].name}, {started[0].size}={started[1]}",
         "chunk": default_chunk(comm.id),
+        "device_memory": device.road(probing=False).reason,
     }
 
 

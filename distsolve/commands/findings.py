@@ -66,11 +66,12 @@ def of_facts(facts: list[Facts], plugins: list[str]) -> Warnings:
     yield from _of_libraries(facts[0], len(facts))
     yield from _of_cores(facts)
     yield from _of_differences(facts)
-    if plugins and facts[0]["environment"].get("JAX_PLATFORMS") != "cpu":
+    without = [rank for rank, mine in enumerate(facts) if mine["driver"] is None]
+    if plugins and without and facts[0]["environment"].get("JAX_PLATFORMS") != "cpu":
         yield (
             "GPU",
-            f"JAX has the plugin {', '.join(plugins)}, and buffers of a GPU are not supported yet: "
-            "set JAX_PLATFORMS=cpu",
+            f"JAX has the plugin {', '.join(plugins)}, but rank {spans(without)} finds no driver "
+            "of a GPU: set JAX_PLATFORMS=cpu, or install the driver's library",
         )
 
 

@@ -87,6 +87,7 @@ class Road:
     reason: str
 
 
+open_library = ctypes.CDLL
 _loaded: str | None = None
 _road: Road | None = None
 
@@ -107,17 +108,23 @@ def load(handlers: dict[str, Any]) -> None:
     handlers : dict
         Capsules by target name.
     """
-    if not jax_uses_gpus():
-        return
-    for name, driver in DRIVERS.items():
-        try:
-            library = ctypes.CDLL(driver.library)
-        except OSError:
-            continue
-        bind(name, library)
+    found = find()
+    if found is not None:
         for target, handler in handlers.items():
-            jax.ffi.register_ffi_target(target, handler, platform=driver.platform)
-        return
+            jax.ffi.register_ffi_target(target, handler, platform=DRIVERS[found].platform)
+
+
+def find() -> str | None:
+    """Find the driver of the GPUs that JAX can use here: its platform, or None without one."""
+    if _loaded is None and jax_uses_gpus():
+        for name, driver in DRIVERS.items():
+            try:
+                library = open_library(driver.library)
+            except OSError:
+                continue
+            bind(name, library)
+            break
+    return _loaded
 
 
 def bind(platform: str, library: ctypes.CDLL) -> None:
@@ -135,11 +142,6 @@ def bind(platform: str, library: ctypes.CDLL) -> None:
         addresses[use] = (name, ctypes.cast(function, ctypes.c_void_p).value if function else None)
     native.bind(addresses, staging_bytes())
     _loaded = platform
-
-
-def platform() -> str | None:
-    """JAX's name of the GPU platform whose driver is loaded."""
-    return _loaded
 
 
 def staging_bytes() -> int:

@@ -246,6 +246,7 @@ def four_ranks(monkeypatch):
         "threads": {"XLA": 2, "BLAS": 1},
         "cpu": "model 1",
         "vectors": ["avx", "avx2"],
+        "driver": None,
         "environment": {"JAX_PLATFORMS": "cpu"},
         "mpi": {"library": "MPI of a vendor", "file": ["/lib/libmpi.so"], "thread_level": "FULL"},
     }
@@ -343,7 +344,11 @@ def test_a_plugin_for_gpus(four_ranks):
     ((about, text),) = told(four_ranks, ["cuda"])
     assert about == "GPU"
     assert "plugin cuda" in text
+    assert "rank 0-3" in text
     assert "JAX_PLATFORMS=cpu" in text
+    for mine in four_ranks:
+        mine["driver"] = "libcuda.so.1"
+    assert told(four_ranks, ["cuda"]) == []
 
 
 @pytest.mark.parametrize(

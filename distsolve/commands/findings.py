@@ -76,11 +76,13 @@ def of_facts(facts: list[Facts], plugins: list[str]) -> Warnings:
 
 
 def _of_libraries(first, size):
-    files = first["mpi"].get("file")
-    if not files:  # a world without MPI
+    if "error" in first["mpi"]:
         return
     if text := mismatch(size, first["mpi"]["library"]):
         yield "launcher", text
+    files = first["mpi"]["file"]
+    if not files:  # a world without MPI
+        return
     if len(files) > 1:
         yield "MPI", f"more than one library is loaded: {', '.join(files)}"
     named = first["environment"].get("MPI4PY_LIBMPI", "")

@@ -121,7 +121,8 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
         lifecycle.start(MPI)
     wanted = _chunk_from_environment()
     wait_for_ordered()
-    duplicate = comm.Dup()
+    with watchdog.waiting_for_all(MPI, "the first use of a communicator"):
+        duplicate = comm.Dup()
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)
     node = duplicate.Split_type(MPI.COMM_TYPE_SHARED)
     local_rank, local_size = node.Get_rank(), node.Get_size()
@@ -139,8 +140,7 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
     _duplicates[record.id] = duplicate
     comm.Set_attr(_keyval, record)
     _publish(MPI._handleof(duplicate), record, world, chunk, direct_from, staging)
-    if comm == MPI.COMM_WORLD:
-        watchdog.of_world(MPI, duplicate)
+    watchdog.of_comm(MPI, duplicate, comm == MPI.COMM_WORLD)
     return record
 
 
@@ -148,7 +148,7 @@ def _publish_serial() -> Comm:
     record = _publish(
         0, Comm(0, 0, 1, 0, 1), [0], CHUNK_ON_ONE_NODE, device.NEVER, device.staging_bytes()
     )
-    watchdog.of_world(None, None)
+    watchdog.of_comm(None, None, is_world=True)
     return record
 
 
@@ -195,8 +195,8 @@ def _forget(comm: Any, keyval: int, record: Comm) -> None:
 
 
 def _chunk_from_environment() -> int | None:
-    text = os.environ.get("DISTSOLVE_CHUNK_BYTES")
-    if text is None:
+    text = os.environ.get("DISTSOLVE_CHUNK_BYTES", "")
+    if text == "":
         return None
     try:
         return check_chunk(int(text), "DISTSOLVE_CHUNK_BYTES")

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from distsolve.mpi.native import serial
+
 
 class Launcher(NamedTuple):
     """A launcher, and the variables that tell a process its number of ranks and its rank."""
@@ -52,12 +54,16 @@ def mismatch(size: int, library: str) -> str:
     if size != 1 or started is None or started[1] <= 1:
         return ""
     launcher, ranks = started
+    remedy = (
+        "The launcher belongs to another MPI than the one that mpi4py loaded: start the program "
+        "with the mpiexec of the latter (`srun`: with its --mpi option), or name the launcher's "
+        "library in MPI4PY_LIBMPI and MPI4PY_MPIABI."
+    )
+    if library == serial.VERSION:
+        remedy = "Each computes the whole by itself: unset the variable, or start one process."
     return (
-        f"This process is alone in a world of 1 rank, made by {library}, "
-        f"but {launcher.name} started {ranks} ranks ({launcher.size}={ranks}). The launcher "
-        "belongs to another MPI than the one that mpi4py loaded: start the program with the "
-        "mpiexec of the latter (`srun`: with its --mpi option), or name the launcher's library "
-        "in MPI4PY_LIBMPI and MPI4PY_MPIABI."
+        f"This process is alone in a world of 1 rank, made by {library}, but {launcher.name} "
+        f"started {ranks} ranks ({launcher.size}={ranks}). {remedy}"
     )
 
 

@@ -35,6 +35,11 @@ from distsolve.mpi.operations import DTYPES, Op, identities
 
 _THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 _SERIALIZED = 2
+_SWITCHES = {
+    "DISTSOLVE_NO_MPI": ("1",),
+    "DISTSOLVE_NO_IN_PLACE": ("1",),
+    "DISTSOLVE_CHECK": ("1", "calls"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +84,7 @@ def load() -> Library:
 
 def _load() -> Library:
     _refuse_unknown_machine()
+    _refuse_unknown_settings()
     if is_on("DISTSOLVE_NO_MPI"):
         library = _bind_serial()
     else:
@@ -119,7 +125,18 @@ def _refuse_unknown_machine() -> None:
         )
 
 
+def _refuse_unknown_settings() -> None:
+    """`no` or `false` would turn a switch on."""
+    for name, texts in _SWITCHES.items():
+        text = os.environ.get(name, "")
+        if text not in ("", "0", *texts):
+            raise ValueError(
+                f"{name} is {text!r}; expected {' or '.join(texts)} for on, 0 for off."
+            )
+
+
 def _bind_serial() -> Library:
+    warn_of_mismatch(1, serial.VERSION)
     abi.bind(serial.ADDRESSES)
     abi.set_constants(
         in_place=serial.IN_PLACE,

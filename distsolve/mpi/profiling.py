@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distsolve.mpi._jaxcompat import wait_for_ordered
+from distsolve.mpi._jaxcompat import is_tracing, wait_for_ordered
 from distsolve.mpi.comm import duplicate_of, resolve
 from distsolve.mpi.native import abi, recorder
 from distsolve.mpi.operations import DTYPES
@@ -133,6 +133,15 @@ class profile:  # noqa: N801 - used as a function is
     """
 
     def __enter__(self) -> Profile:
+        if is_tracing():
+            raise RuntimeError(
+                "profile inside a jitted function would measure its compilation: put the block "
+                "around the call of that function."
+            )
+        if recorder.is_profiling():
+            raise RuntimeError(
+                "A profile is being taken already: leave its block before another one begins."
+            )
         self._record = resolve()
         self._world = _own_world(self._record.id)
         wait_for_ordered()

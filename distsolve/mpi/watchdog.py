@@ -10,8 +10,11 @@ import secrets
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
+from distsolve.mpi import sites
 from distsolve.mpi.native import agreement, recorder
 from distsolve.mpi.native import watchdog as native
 
@@ -23,6 +26,7 @@ _ELSEWHERE = ("192.0.2.1", 9)
 
 _limit: tuple[float, str] | None = None
 _world: tuple[Any, Any] | None = None  # mpi4py's module and our duplicate of the world
+_knows_all = False  # whether the places of all ranks of the world are known
 
 
 def show_at_signal(rank: int) -> None:
@@ -52,41 +56,78 @@ def set_timeout(seconds: float | None, *, action: str = "abort") -> None:
         Whether the report ends the job, with exit status 1.
 
     Communication: all ranks of the world must call it. The first time, one allgather of the places
-    where their watchdogs listen.
+    where their watchdogs listen, if the world has been used (`prepare`); communicators that were
+    used before it and this call are not watched otherwise.
     """
     global _limit
     _limit = _checked(seconds, action, "seconds", "action")
     if _world is not None:
-        _arm()
+        _arm(*_world)
+    elif native.is_running():
+        native.set_limit(_limit[0], _limit[1] == "abort")
 
 
-def of_world(MPI: Any, world: Any) -> None:
-    """Take note of our duplicate of the world, which is a collective moment; None: no MPI.
+def of_comm(MPI: Any, duplicate: Any, is_world: bool) -> None:
+    """Take note of a communicator at its first use, which is a collective moment; None: no MPI.
 
     Ranks whose settings differ would exchange different messages from here on: they all raise.
     """
     global _limit, _world
-    _world = MPI, world
     if _limit is None:
         _limit = _of_environment()
-    if world is not None:
+    if duplicate is not None:
         settings = agreement.get_checking(), agreement.get_lines(), _limit
-        _refuse_differences(world.allgather(settings))
+        _refuse_differences(duplicate.allgather((MPI.COMM_WORLD.Get_rank(), settings)))
+    if is_world:
+        _world = MPI, duplicate
     if _limit is not None:
-        _arm()
+        _arm(MPI, duplicate)
 
 
 def _refuse_differences(everyone: list[tuple]) -> None:
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
+    first, ours = everyone[0]
+    for rank, theirs in everyone:
+        if theirs != ours:
             raise RuntimeError(
-                f"DISTSOLVE_CHECK, DISTSOLVE_TIMEOUT or set_timeout differ between ranks 0 and "
-                f"{rank} (checking, lines, time-out: {everyone[0]} and {theirs}). Set them equally "
+                f"DISTSOLVE_CHECK, DISTSOLVE_TIMEOUT or set_timeout differ between ranks {first} "
+                f"and {rank} (checking, lines, time-out: {ours} and {theirs}). Set them equally "
                 "on all ranks: `mpiexec -genv NAME VALUE` (MPICH), `mpiexec -x NAME` (Open MPI)."
             )
 
 
-def _checked(seconds: Any, action: Any, name: str, action_name: str) -> tuple[float, str]:
+@contextlib.contextmanager
+def waiting_for_all(MPI: Any, what: str) -> Iterator[None]:
+    """Bound the time of something collective that comes before watchdogs know each other."""
+    seconds, action = _limit or _of_environment() or (0.0, "abort")
+    if seconds == 0:
+        yield
+        return
+    where = recorder.text_of_site(sites.caller())
+
+    def report() -> None:
+        rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        text = (
+            f"\ndistsolve: rank {rank} of {size} has been in {what} at {where} for longer than the "
+            f"time-out of {seconds:.1f} s. It needs all ranks of the communicator, and some have "
+            "not come: call distsolve.mpi.prepare(comm) on all of them before.\n"
+        )
+        os.write(_STDERR, text.encode())
+        faulthandler.dump_traceback(_STDERR)
+        if action == "abort":
+            native.end()
+
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), report)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _checked(
+    seconds: Any, action: Any, name: str, action_name: str, none: str = "None"
+) -> tuple[float, str]:
     if action not in _ACTIONS:
         raise ValueError(f"`{action_name}` is {action!r}; expected one of {', '.join(_ACTIONS)}.")
     if seconds is None:
@@ -98,8 +139,8 @@ def _checked(seconds: Any, action: Any, name: str, action_name: str) -> tuple[fl
         )
     if not 0 < seconds <= 1e9 or not math.isfinite(seconds):
         raise ValueError(
-            f"`{name}` is {seconds!r}; expected a number of seconds from above 0 to 1e9, or None "
-            "for no time-out."
+            f"`{name}` is {seconds!r}; expected a number of seconds from above 0 to 1e9, or "
+            f"{none} for no time-out."
         )
     return float(seconds), action
 
@@ -108,7 +149,7 @@ def _of_environment() -> tuple[float, str] | None:
     text = os.environ.get("DISTSOLVE_TIMEOUT", "")
     if text == "" and agreement.get_checking():
         return _CHECK_SECONDS, "report"
-    if text in ("", "0"):
+    if text == "":
         return None
     try:
         seconds = float(text)
@@ -117,40 +158,40 @@ def _of_environment() -> tuple[float, str] | None:
             f"DISTSOLVE_TIMEOUT is {text!r}; expected a number of seconds, for instance 300, or 0 "
             "for no time-out."
         ) from error
+    if seconds == 0:
+        return None
     action = os.environ.get("DISTSOLVE_TIMEOUT_ACTION", "") or "abort"
-    return _checked(seconds, action, "DISTSOLVE_TIMEOUT", "DISTSOLVE_TIMEOUT_ACTION")
+    return _checked(seconds, action, "DISTSOLVE_TIMEOUT", "DISTSOLVE_TIMEOUT_ACTION", "0")
 
 
-def _arm() -> None:
+def _arm(MPI: Any, duplicate: Any) -> None:
+    """Watch the calls of a communicator, whose ranks get to know where each other listens."""
+    global _knows_all
     assert _limit is not None
-    assert _world is not None
     if not native.is_running():
-        _start(*_world)
+        world = MPI.COMM_WORLD if MPI else None
+        rank, size = (world.Get_rank(), world.Get_size()) if world else (0, 1)
+        native.start(rank, size, secrets.randbits(64))
+    if duplicate is not None and not _knows_all:
+        _exchange_places(MPI, duplicate)
+        _knows_all = _world is not None and duplicate is _world[1]
     native.set_limit(_limit[0], _limit[1] == "abort")
 
 
-def _start(MPI: Any, world: Any) -> None:
-    """Let the ranks know where each other's watchdog listens, and start this one."""
-    if MPI is None:
-        native.start(0, [(0, 0)], 0)
-        return
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    home = node.bcast(world.Get_rank())
+def _exchange_places(MPI: Any, comm: Any) -> None:
+    rank = MPI.COMM_WORLD.Get_rank()
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    home = node.bcast(rank)
     node.Free()
-    mine = home, _own_address(), native.open_channel(), secrets.randbits(64)
-    homes, addresses, ports, tokens = zip(*world.allgather(mine), strict=True)
-    if None in ports:
-        raise RuntimeError(
-            f"rank {ports.index(None)} has no UDP socket for the watchdog: allow it, or run "
-            "without a time-out."
-        )
-    hosts = [
-        "127.0.0.1" if there == home else address
-        for there, address in zip(homes, addresses, strict=True)
-    ]
-    packed = [int.from_bytes(socket.inet_aton(host), sys.byteorder) for host in hosts]
-    places = list(zip(packed, ports, strict=True))
-    native.start(world.Get_rank(), places, tokens[0])
+    everyone = comm.allgather((rank, home, _own_address(), *native.own_place()))
+    for other, there, address, port, token in everyone:
+        if port is None:
+            raise RuntimeError(
+                f"rank {other} has no UDP socket for the watchdog: allow it, or run without a "
+                "time-out."
+            )
+        host = socket.inet_aton("127.0.0.1" if there == home else address)
+        native.add_place(other, int.from_bytes(host, sys.byteorder), port, token)
 
 
 def _own_address() -> str:

@@ -211,6 +211,7 @@ def test_a_launcher_of_another_mpi_is_warned_of():
 )
 def test_what_the_launcher_says(size, variables, told, monkeypatch):
     from distsolve.mpi import launcher
+    from distsolve.mpi.native import serial
 
     for name in {name for known in launcher.LAUNCHERS for name in (known.size, known.rank)}:
         monkeypatch.delenv(name, raising=False)
@@ -218,6 +219,9 @@ def test_what_the_launcher_says(size, variables, told, monkeypatch):
         monkeypatch.setenv(name, value)
     text = launcher.mismatch(size, "MPI of a vendor")
     assert (told in text) if told else text == ""
+    assert ("another MPI" in text) == bool(told)
+    text = launcher.mismatch(size, serial.VERSION)
+    assert (told in text and "unset" in text) if told else text == ""
 
 
 def test_one_process_of_a_job_warns(monkeypatch):

@@ -151,6 +151,34 @@ def test_below_multiple():
     assert done.returncode not in (0, -1)
 
 
+# The header, a program that never uses the world, and what is said.
+BEFORE_THE_WORLD = {
+    "another communicator": (
+        "turned = MPI.COMM_WORLD.Split(0, -mpi.rank())\nmpi.prepare(turned)\n"
+        "if mpi.rank() == 0: time.sleep(40)\nmpi.scan(jnp.ones(7), comm=turned)",
+        r"rank 1 of 2 has been in MPI_Scan float32\[7\] SUM \(communicator 1, collective 1\)",
+        r"rank 1: has made no call yet",
+    ),
+    "a first use on one rank": (
+        "if mpi.rank() == 1: mpi.send(jnp.ones(5), 0)\ntime.sleep(40)",
+        r"rank 1 of 2 has been in the first use of a communicator at \S+job\.py:3 ",
+        r"call distsolve\.mpi\.prepare",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE_THE_WORLD)
+def test_a_hang_before_the_world_is_used(name):
+    program, *expected = BEFORE_THE_WORLD[name]
+    imports = HEADER[: HEADER.index("rank, size")].replace("\n", "; ").strip("; ")
+    done = run_ranks(f"{imports}\n\n{program}\n", np=2, env=WATCHED)
+    for pattern in expected:
+        assert re.search(pattern, done.stderr), f"{pattern}\n{done.stderr}"
+    assert "most recent call first" in done.stderr
+    assert done.returncode not in (0, -1)
+    assert not done.timed_out
+
+
 def test_check_mode_by_its_variable():
     """An uncaught mismatch ends the job with the table of all ranks."""
     program = "mpi.allreduce(jnp.ones(4 + rank))\n"
@@ -165,7 +193,7 @@ def test_a_variable_that_is_set_on_one_rank_only(name):
     program = f"""
 import os
 from mpi4py import MPI
-if MPI.COMM_WORLD.Get_rank() == 1: os.environ[{name!r}] = "5"
+if MPI.COMM_WORLD.Get_rank() == 1: os.environ[{name!r}] = "1"
 from distsolve import mpi
 mpi.barrier()
 """
@@ -218,6 +246,8 @@ else:
             {"DISTSOLVE_TIMEOUT": "5", "DISTSOLVE_TIMEOUT_ACTION": "wait"},
             "`DISTSOLVE_TIMEOUT_ACTION` is 'wait'; expected one of abort, report",
         ),
+        ({"DISTSOLVE_CHECK": "yes"}, "DISTSOLVE_CHECK is 'yes'; expected 1 or calls for on"),
+        ({"DISTSOLVE_NO_MPI": "false"}, "DISTSOLVE_NO_MPI is 'false'; expected 1 for on"),
     ],
 )
 def test_variables_that_make_no_sense(variables, said):

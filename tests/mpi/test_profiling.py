@@ -93,3 +93,20 @@ def test_an_exception_leaves_the_block_without_messages():
     with mpi.profile() as again:
         mpi.barrier()
     agree([line.name for line in again.lines] == ["MPI_Barrier"])
+
+
+def test_a_profile_in_a_profile_or_a_program_is_refused():
+    """Before any message: the one would take the other's calls, or see none."""
+
+    @jax.jit
+    def program(x):
+        with mpi.profile():
+            return mpi.allreduce(x)
+
+    with pytest.raises(RuntimeError, match="around the call"):
+        program(1.0)
+    with mpi.profile() as found:
+        mpi.barrier()
+        with pytest.raises(RuntimeError, match="already"), mpi.profile():
+            pass
+    agree([line.name for line in found.lines] == ["MPI_Barrier"])

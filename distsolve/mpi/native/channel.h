@@ -15,7 +15,7 @@
 enum { QUESTION = 1, ANSWER = 2, SHOW_STACKS = 3, KEY_SIZE = 480 };
 
 typedef struct {
-  uint64_t token;  /* of the job: what comes from elsewhere is dropped */
+  uint64_t token;  /* of the receiver: what comes from elsewhere is dropped */
   int64_t round;   /* which question this answers */
   int32_t kind;
   int32_t rank;    /* of the sender, in the world */
@@ -27,7 +27,8 @@ typedef struct {
 } Packet;
 
 typedef struct {
-  uint32_t address; /* both in network order */
+  uint64_t token;
+  uint32_t address; /* in network order, as the port; 0 where the place is not known */
   uint16_t port;
 } Place;
 
@@ -49,15 +50,16 @@ static int channel_open(uint16_t *port) {
   return channel;
 }
 
-static void channel_send(int channel, Place to, const Packet *packet) {
+static void channel_send(int channel, Place to, Packet *packet) {
   struct sockaddr_in place = {0};
   place.sin_family = AF_INET;
   place.sin_addr.s_addr = to.address;
   place.sin_port = to.port;
+  packet->token = to.token;
   sendto(channel, packet, sizeof(*packet), MSG_DONTWAIT, (struct sockaddr *)&place, sizeof(place));
 }
 
-/* Wait for a packet of this job, at most so long. */
+/* Wait for a packet to this process, at most so long. */
 static int channel_receive(int channel, uint64_t token, Packet *packet, int milliseconds) {
   struct pollfd waiting = {channel, POLLIN, 0};
   if (poll(&waiting, 1, milliseconds) <= 0) return 0;

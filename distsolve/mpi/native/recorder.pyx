@@ -365,6 +365,11 @@ def start_profile():
     put(&profiling, 1)
 
 
+def is_profiling():
+    """Whether calls are kept."""
+    return peek(&profiling) != 0
+
+
 def end_profile():
     """Keep no more, and return the calls since `start_profile`, as `entries` does."""
     global profiled, n_profiled, room_profiled

@@ -7,7 +7,7 @@ after some seconds, if the job has not ended.
 
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free
 from libc.string cimport memset, strcmp
 
 from distsolve.mpi.native.abi cimport ABORT, Comm, abort_t, address, constants, find_comm
@@ -34,11 +34,12 @@ cdef extern from "channel.h" nogil:
         char key[480]
 
     ctypedef struct Place:
+        uint64_t token
         uint32_t address
         uint16_t port
 
     int channel_open(uint16_t *port)
-    void channel_send(int channel, Place to, const Packet *packet)
+    void channel_send(int channel, Place to, Packet *packet)
     bint channel_receive(int channel, uint64_t token, Packet *packet, int milliseconds)
     void sleep_milliseconds(int milliseconds)
     void end_within(unsigned seconds)
@@ -74,6 +75,7 @@ cdef bint ends_job = True
 cdef bint at_end = False        # whether the program has ended, and MPI is about to
 cdef bint runs = False
 cdef int channel = -1
+cdef uint16_t port = 0          # of the channel, in network order
 cdef uint64_t token = 0
 cdef int rank = 0
 cdef int size = 1
@@ -135,7 +137,8 @@ cdef void show_own_stacks() noexcept nogil:
         write_text(STDERR, line)
         kill(getpid(), SIGUSR1)
     else:
-        snprintf(line, sizeof(line), "rank %d: no stacks, the program has taken SIGUSR1\n", rank)
+        snprintf(line, sizeof(line), "rank %d: no stacks, the program has %s\n", rank,
+                 "ended" if at_end else "taken SIGUSR1")
         write_text(STDERR, line)
         dump(STDERR, rank, KEPT)
 
@@ -149,7 +152,7 @@ cdef void take_packet(const Packet *packet) noexcept nogil:
     elif packet.kind == QUESTION and 0 <= packet.rank < size:
         lower_asks = lower_asks or packet.rank < rank
         memset(&reply, 0, sizeof(reply))
-        reply.token, reply.round, reply.kind, reply.rank = token, packet.round, ANSWER, rank
+        reply.round, reply.kind, reply.rank = packet.round, ANSWER, rank
         where_now(&reply, packet.comm)
         channel_send(channel, places[packet.rank], &reply)
     elif packet.kind == ANSWER and answers != NULL and packet.round == question:
@@ -185,7 +188,7 @@ cdef void ask_all(int comm_id) noexcept nogil:
     cdef int waited = 0
     cdef int i
     memset(&packet, 0, sizeof(packet))
-    packet.token, packet.round, packet.kind, packet.rank = token, question, QUESTION, rank
+    packet.round, packet.kind, packet.rank = question, QUESTION, rank
     packet.comm = comm_id
     while waited < ASKING and missing() > 0:
         if waited % AGAIN == 0:
@@ -212,7 +215,9 @@ cdef void write_report(const Entry *entry) noexcept nogil:
                 answers[0].key, sizeof(Packet), asked.size, i, ranks, sizeof(ranks)):
             continue
         if answers[i].kind != ANSWER:
-            snprintf(line, sizeof(line), "  rank %s: no answer: gone, or stopped\n", ranks)
+            snprintf(line, sizeof(line), "  rank %s: no answer: gone, or stopped%s\n", ranks,
+                     "" if places[asked.world[i]].address != 0 else
+                     ", or set_timeout came before mpi.prepare()")
         elif answers[i].seconds == NO_TIME:
             snprintf(line, sizeof(line), "  rank %s: %s\n", ranks, answers[i].key)
         elif answers[i].inside:
@@ -230,7 +235,7 @@ cdef void show_stacks() noexcept nogil:
     cdef int shown = 0
     cdef int i
     memset(&packet, 0, sizeof(packet))
-    packet.token, packet.kind, packet.rank = token, SHOW_STACKS, rank
+    packet.kind, packet.rank = SHOW_STACKS, rank
     show_own_stacks()
     for i in range(asked.size):
         if answers[i].kind == ANSWER and shown < MOST_STACKS and strcmp(
@@ -311,27 +316,35 @@ cdef void *watch(void *unused) noexcept nogil:
             left_to_others = entry.sequence
 
 
-def open_channel():
-    """Open the socket of this process; its port, in network order, or None."""
-    global channel
-    cdef uint16_t port = 0
-    channel = channel_open(&port)
-    return port if channel >= 0 else None
-
-
-def start(int this_rank, list ranks_at, uint64_t of_job):
-    """Start the thread. ``ranks_at``: address and port of each rank, integers in network order."""
-    global rank, size, places, token, runs
+def start(int this_rank, int n_ranks, uint64_t own_token):
+    """Start the thread; the token is what packets to this process must carry."""
+    global rank, size, places, token, runs, channel
     cdef pthread_t thread
-    rank, size, token = this_rank, len(ranks_at), of_job
-    places = <Place *> malloc(size * sizeof(Place))
+    rank, size, token = this_rank, n_ranks, own_token
+    places = <Place *> calloc(size, sizeof(Place))
     if places == NULL:
         raise MemoryError
-    for i, (host, port) in enumerate(ranks_at):
-        places[i].address, places[i].port = host, port
+    channel = channel_open(&port)
     runs = start_thread(&thread, watch) == 0 and pthread_detach(thread) == 0
     if not runs:
         raise RuntimeError("The watchdog's thread could not be started.")
+
+
+def own_place():
+    """The port that this process listens at, in network order or None, and its token."""
+    return port if channel >= 0 else None, token
+
+
+def add_place(int of_rank, uint32_t host, uint16_t at_port, uint64_t its_token):
+    """Say where a rank of the world listens: address and port in network order."""
+    places[of_rank].token, places[of_rank].port = its_token, at_port
+    places[of_rank].address = host
+
+
+def end():
+    """End the job from here."""
+    with nogil:
+        end_job()
 
 
 def is_running():

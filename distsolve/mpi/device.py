@@ -166,12 +166,16 @@ def road(probing: bool = True) -> Road:
         Whether this process is the one of its node that tries, in ``auto``.
     """
     wanted = os.environ.get("DISTSOLVE_GPU_MPI", "auto")
-    if wanted not in ROADS:
-        raise ValueError(f"DISTSOLVE_GPU_MPI is {wanted!r}; expected one of {', '.join(ROADS)}.")
+    name, _, size = wanted.partition(":")
+    if name not in ROADS or (":" in wanted and (name != "direct" or not size.isdecimal())):
+        raise ValueError(
+            f"DISTSOLVE_GPU_MPI is {wanted!r}; expected auto, staged, direct, or direct:BYTES for "
+            "direct from that many bytes on."
+        )
     if _loaded is None:
         return Road(ALWAYS, "no GPU")
-    if wanted != "auto":
-        return Road(ALWAYS if wanted == "direct" else NEVER, f"DISTSOLVE_GPU_MPI={wanted}")
+    if name != "auto":
+        return Road(int(size or ALWAYS) if name == "direct" else NEVER, f"DISTSOLVE_GPU_MPI={wanted}")
     if _road is not None:
         return _road
     return probe() if probing else Road(ALWAYS, "another rank of this node tried")

@@ -56,7 +56,8 @@ def test_handlers_are_registered_for_the_platform_of_the_driver(with_driver):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "direct_from"), [("direct", device.ALWAYS), ("staged", device.NEVER)]
+    ("wanted", "direct_from"),
+    [("direct", device.ALWAYS), ("direct:65536", 65536), ("staged", device.NEVER)],
 )
 def test_a_road_that_was_asked_for_is_not_tried(with_driver, monkeypatch, wanted, direct_from):
     monkeypatch.setenv("DISTSOLVE_GPU_MPI", wanted)
@@ -78,10 +79,10 @@ def test_one_rank_of_a_node_tries_and_the_answer_is_kept(with_driver, monkeypatc
     assert len(tried) == 1
 
 
-@pytest.mark.parametrize("text", ["", "yes", "Direct", "0"])
+@pytest.mark.parametrize("text", ["", "yes", "Direct", "0", "direct:", "direct:-1", "staged:5"])
 def test_a_road_that_there_is_not(monkeypatch, text):
     monkeypatch.setenv("DISTSOLVE_GPU_MPI", text)
-    with pytest.raises(ValueError, match=f"DISTSOLVE_GPU_MPI is '{text}'; expected one of auto"):
+    with pytest.raises(ValueError, match=f"DISTSOLVE_GPU_MPI is '{text}'; expected auto"):
         device.road()
 
 

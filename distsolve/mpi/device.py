@@ -175,7 +175,8 @@ def road(probing: bool = True) -> Road:
     if _loaded is None:
         return Road(ALWAYS, "no GPU")
     if name != "auto":
-        return Road(int(size or ALWAYS) if name == "direct" else NEVER, f"DISTSOLVE_GPU_MPI={wanted}")
+        reason = f"DISTSOLVE_GPU_MPI={wanted}"
+        return Road(int(size or ALWAYS) if name == "direct" else NEVER, reason)
     if _road is not None:
         return _road
     return probe() if probing else Road(ALWAYS, "another rank of this node tried")

@@ -29,7 +29,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 
-class NotHere(Exception):
+class NotHereError(Exception):
     """Why a check cannot run on this machine."""
 
 
@@ -120,11 +120,11 @@ def check_stale_tail():
 def free_bytes():
     """Device memory that the driver has left."""
     if device.find() != "cuda":
-        raise NotHere("the driver is not CUDA's")
+        raise NotHereError("the driver is not CUDA's")
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     code = ctypes.CDLL("libcuda.so.1").cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
     if code:
-        raise NotHere(f"cuMemGetInfo: code {code}")
+        raise NotHereError(f"cuMemGetInfo: code {code}")
     return free.value
 
 
@@ -159,7 +159,7 @@ def seconds(call, repeats=5):
 def check_bandwidth():
     """1 GiB in place through staging, against a pinned copy and MPI's reduction on the host."""
     if jax.devices()[0].platform == "cpu":
-        raise NotHere("no GPU")
+        raise NotHereError("no GPU")
     reduce = jax.jit(mpi.allreduce, donate_argnums=0)
     box = [jnp.ones(GIB // 4, jnp.float32)]
 
@@ -245,7 +245,7 @@ def outcome(name, check):
     start, fault, skipped, figures = time.perf_counter(), None, None, {}
     try:
         figures = check()
-    except NotHere as reason:
+    except NotHereError as reason:
         skipped = str(reason)
     except Exception:
         fault = traceback.format_exc()

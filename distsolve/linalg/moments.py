@@ -1,89 +1,116 @@
-"""Centred sums of products over ranks: each rank's own, and how they merge.
+"""Counts, means and centred sums of products of the samples on all ranks, in one message.
 
 Reference: Chan, Golub and LeVeque (1983), doi:10.1080/00031305.1983.10483115.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from distsolve.linalg import trees
 from distsolve.linalg.space import Space
+from distsolve.linalg.tiles import Moments, tilings
 
-# Means and centred sums of all ranks are gathered up to this many bytes on each of them.
-GATHERED_BYTES = 1 << 20
-
-Arrays = Sequence[jax.Array]
-Product = Callable[[jax.Array, jax.Array], jax.Array]
+Group = tuple[jax.Array, ...]
 
 
-def sum_of_products(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return ``sum_k a_k b_k``."""
-    return jnp.sum(a * b, 0)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def of_groups(groups: list[Group], hermitian: bool, space: Space) -> list[Moments]:
+    """Return the moments of each group of arrays, over all ranks.
 
+    Parameters
+    ----------
+    groups : list of (x,) or of (x, y)
+        Samples (n, p) and (n, q) of this rank, all groups of one kind and all of one dtype: real
+        where a group is one array.
+    hermitian : whether y is x
+    space : where the samples are
 
-def sum_of_outer_products(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return ``sum_k a_ki conj(b_kj)``."""
-    return jnp.tensordot(a, b.conj(), axes=(0, 0), precision=trees.HIGHEST)
+    Returns
+    -------
+    list of Moments, replicated
 
-
-def centred_sums(
-    groups: list[Arrays], product: Product, space: Space
-) -> list[tuple[jax.Array, jax.Array]]:
-    """Return the count and the centred sum of products of each group of arrays, over all ranks.
-
-    A group is one array or two, of which the first and the last are multiplied. `reductions.var`
-    says which messages are sent.
+    Communication: one `Space.merge_moments`; with its derivative one `sum` more.
     """
-    local = [_about_own_mean(arrays, product) for arrays in groups]
-    flat, unravel = ravel_pytree(local)
-    if space.ranks() * flat.nbytes <= GATHERED_BYTES:
-        everyone = jax.vmap(unravel)(space.gather(flat))
-        return [_merge(product, *one) for one in everyone]
+    found = [_here(group) for group in groups]
+    if space.ranks() > 1:
+        cuts = tilings([moments.total.shape for moments in found], hermitian)
+        packed = [cut.pack(moments) for cut, moments in zip(cuts, found, strict=True)]
+        merged = space.merge_moments(jnp.concatenate(packed), cuts[0].sides)
+        pieces = jnp.split(merged, np.cumsum([len(tiles) for tiles in packed])[:-1])
+        found = [cut.unpack(piece) for cut, piece in zip(cuts, pieces, strict=True)]
+    if hermitian:
+        found = [moments._replace(total=_mirrored(moments.total)) for moments in found]
+    return found
 
-    def sums(arrays: Arrays) -> Any:
-        return [jnp.sum(a, 0) for a in arrays]
 
-    counts, totals = space.sum(([one[0] for one in local], [sums(arrays) for arrays in groups]))
-    centred = [
-        [a - (total / count)[None] for a, total in zip(arrays, both, strict=True)]
-        for arrays, count, both in zip(groups, counts, totals, strict=True)
+@of_groups.defjvp
+def _of_groups_jvp(hermitian: bool, space: Space, primals: Any, tangents: Any) -> Any:
+    # d sum_k (x - m) conj(y - w) = sum_k dx conj(y - w) + (x - m) conj(dy), because the distances
+    # from the means m and w add up to nothing; d m = sum_k dx / N.
+    ((groups,), (t_groups,)) = primals, tangents
+    found = of_groups(groups, hermitian, space)
+
+    def here(group: Group, t_group: Group, moments: Moments) -> Any:
+        product = _product(group)
+        centred = _centred(_centred(group, moments.means), moments.rests)
+        t_total = product(t_group[0], centred[-1]) + product(centred[0], t_group[-1])
+        return [jnp.sum(part, 0) for part in t_group], t_total
+
+    # One array, or in reverse mode a message of its own would sum the zeros of what has no tangent.
+    flat, unravel = ravel_pytree(list(map(here, groups, t_groups, found)))
+    sums = unravel(space.sum(flat))
+    return found, [
+        Moments(
+            jnp.zeros_like(moments.n),
+            [part / _divisor(moments.n, part.dtype) for part in t_means],
+            [jnp.zeros_like(rest) for rest in moments.rests],
+            t_total,
+        )
+        for moments, (t_means, t_total) in zip(found, sums, strict=True)
     ]
-    left, seconds = space.sum(
-        ([sums(arrays) for arrays in centred], [product(d[0], d[-1]) for d in centred])
-    )
-    return [
-        (count, second - product(both[0][None], both[-1][None]) / count)
-        for count, both, second in zip(counts, left, seconds, strict=True)
-    ]
 
 
-def _about_own_mean(arrays: Arrays, product: Product) -> Any:
-    """Return the count, the means in two parts, and the centred sum of this rank's samples."""
-    count = jnp.asarray(len(arrays[0]), arrays[0].dtype)
-    divisor = jnp.maximum(count.real, 1).astype(count.dtype)
-    means = [jnp.sum(a, 0) / divisor for a in arrays]
-    centred = [a - mean[None] for a, mean in zip(arrays, means, strict=True)]
-    # What rounding has left of the means: nothing to a large mean, much to a small spread.
+def _here(group: Group) -> Moments:
+    """Return the moments of this rank's samples."""
+    count = jnp.asarray(len(group[0]), group[0].real.dtype)
+    divisor = _divisor(count, group[0].dtype)
+    means = [jnp.sum(a, 0) / divisor for a in group]
+    centred = _centred(group, means)
     rests = [jnp.sum(d, 0) / divisor for d in centred]
+    product = _product(group)
     total = product(centred[0], centred[-1])
-    total -= product(count * rests[0][None], rests[-1][None])
-    return count, means, rests, total
+    total -= product(divisor * rests[0][None], rests[-1][None])
+    return Moments(count, means, rests, total)
 
 
-def _merge(
-    product: Product, counts: jax.Array, means: Arrays, rests: Arrays, totals: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the count and the centred sum of all ranks from those of each: (P, ...)."""
-    count, largest = jnp.sum(counts), jnp.argmax(counts.real)
-    weights = [counts.reshape(-1, *[1] * (m.ndim - 1)) for m in means]
-    # Differences of means first: they are small, and exact or nearly so.
-    apart = [
-        (m - m[largest][None]) + (rest - rest[largest][None])
-        for m, rest in zip(means, rests, strict=True)
-    ]
-    apart = [d - (jnp.sum(w * d, 0) / count)[None] for w, d in zip(weights, apart, strict=True)]
-    return count, jnp.sum(totals, 0) + product(weights[0] * apart[0], apart[-1])
+def _divisor(count: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.maximum(count, 1).astype(dtype)
+
+
+def _centred(group: Any, means: list[jax.Array]) -> list[jax.Array]:
+    return [a - mean[None] for a, mean in zip(group, means, strict=True)]
+
+
+def _product(group: Group) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return what is summed over the samples of a group."""
+    return _sum_of_squares if len(group) == 1 else _sum_of_outer_products
+
+
+def _sum_of_squares(x: jax.Array, same: jax.Array) -> jax.Array:
+    return jnp.sum(x * same, 0)
+
+
+def _sum_of_outer_products(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.tensordot(x, y.conj(), axes=(0, 0), precision=trees.HIGHEST)
+
+
+def _mirrored(total: jax.Array) -> jax.Array:
+    """Return the Hermitian matrix with the upper triangle of ``total``."""
+    upper = jnp.triu(total, 1)
+    return upper + upper.conj().T + jnp.diag(jnp.diagonal(total).real).astype(total.dtype)

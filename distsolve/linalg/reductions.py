@@ -5,6 +5,7 @@ all other axes are the same on all ranks. Integers and booleans are converted to
 float; 16-bit floats are summed in float32 and rounded once.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -214,10 +215,10 @@ def var(x: Any, ddof: ArrayLike = 0, space: Space | None = None) -> Any:
 
     Communication
     -------------
-    One message, an allgather of the ranks' means and centred sums, while it has at most 1 MiB on
-    each rank. A sum cannot serve, because its terms would have to be taken about a point that no
-    rank knows. Larger results, for which bytes count and not messages, take two sums: of the
-    samples, then of the squares about the mean; memory does not grow with the number of ranks.
+    One message, of about three numbers for each of the result, and six for complex samples. A sum
+    cannot serve, because its terms would have to be taken about a point that no rank knows: it is
+    an allreduce by an operation of the library's own. In `MeshAxis` it is a gather of all ranks'
+    numbers. A derivative takes one sum more, of two numbers for each of the result.
 
     References
     ----------
@@ -232,17 +233,16 @@ def var(x: Any, ddof: ArrayLike = 0, space: Space | None = None) -> Any:
     """
     x, ddof = _samples(x, "x"), _ddof(ddof)
     _, parts = _parts(x)
-    sums = moments.centred_sums(
-        [(part,) for part in parts], moments.sum_of_products, arguments.space(space, Sharded)
-    )
+    groups = [(_rows(part),) for part in parts]
+    found = moments.of_groups(groups, False, arguments.space(space, Sharded))
     # Nothing negative: a rounding error is all that is left of equal samples.
-    variances = iter([_divide(jnp.maximum(total, 0), count, ddof) for count, total in sums])
+    variances = iter([_divide(jnp.maximum(m.total, 0), m.n, ddof) for m in found])
 
     def leaf(samples: jax.Array) -> jax.Array:
         total = next(variances)
         if jnp.issubdtype(samples.dtype, jnp.complexfloating):
             total = total + next(variances)
-        return total.astype(samples.real.dtype)
+        return total.reshape(samples.shape[1:]).astype(samples.real.dtype)
 
     return jax.tree.map(leaf, x)
 
@@ -277,7 +277,8 @@ def covariance(
 
     Communication
     -------------
-    As for `var`.
+    One message, as for `var`: for many entries of about the size of the result, or of half of it
+    if ``y`` is left out.
 
     References
     ----------
@@ -303,11 +304,15 @@ def covariance(
             f"{len(arrays[1])}."
         )
     ddof, wide = _ddof(ddof), trees.inner_dtype(arrays)
-    pair = [array.astype(wide) for array in arrays]
-    ((count, total),) = moments.centred_sums(
-        [pair], moments.sum_of_outer_products, arguments.space(space, Sharded)
-    )
-    return _divide(total, count.real, ddof)
+    x, y = (_rows(array.astype(wide)) for array in (arrays[0], arrays[-1]))
+    (found,) = moments.of_groups([(x, y)], len(arrays) == 1, arguments.space(space, Sharded))
+    total = found.total.reshape(arrays[0].shape[1:] + arrays[-1].shape[1:])
+    return _divide(total, found.n, ddof)
+
+
+def _rows(samples: jax.Array) -> jax.Array:
+    """Return samples as a matrix, one in each row."""
+    return samples.reshape(len(samples), math.prod(samples.shape[1:]))
 
 
 def _divide(total: jax.Array, count: jax.Array, ddof: jax.Array) -> jax.Array:

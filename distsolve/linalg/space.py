@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from distsolve import mpi
-from distsolve.linalg import trees
+from distsolve.linalg import tiles, trees
+from distsolve.mpi.ops import merge_moments
 
 
 class Space:
@@ -107,7 +108,7 @@ class Space:
     def messages(self, method: str) -> int:
         """Return how many messages a call of the method with this name takes."""
         sends = {"dot", "project", "norm", "open", "size", "begin"}
-        sends |= {"sum", "sum_symmetric", "agree", "gather", "offset", "assemble"}
+        sends |= {"sum", "sum_symmetric", "agree", "gather", "offset", "assemble", "merge_moments"}
         return int(method in sends and self.ranks() > 1)
 
     def ranks(self) -> int:
@@ -153,6 +154,15 @@ class Space:
         Communication: one message, of the size of the result.
         """
         raise NotImplementedError
+
+    def merge_moments(self, x: jax.Array, sides: tuple[int, ...]) -> jax.Array:
+        """Return what the ranks' tiles of moments merge into, (tiles, length) replicated.
+
+        ``sides`` are those of a tile; see `distsolve.linalg.tiles`.
+
+        Communication: one `gather`.
+        """
+        return tiles.merge(self.gather(x), sides)
 
     def offset(self, n: int) -> jax.Array:
         """Return how many entries are on the ranks before this one, of which each has its ``n``.
@@ -353,6 +363,10 @@ class Sharded(_OnRanks):
     def gather(self, x: jax.Array) -> jax.Array:
         """Return ``x`` of every rank: (ranks, *shape) replicated. One allgather."""
         return x[None] if self.ranks() == 1 else mpi.allgather(x, comm=self.comm)
+
+    def merge_moments(self, x: jax.Array, sides: tuple[int, ...]) -> jax.Array:
+        """Return the tiles that all ranks' merge into; see `Space.merge_moments`. One allreduce."""
+        return x if self.ranks() == 1 else merge_moments(x, comm=self.comm)
 
     def offset(self, n: int) -> jax.Array:
         """Return how many entries are on the ranks before this one. One exscan."""

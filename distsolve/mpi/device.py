@@ -21,7 +21,8 @@ from distsolve.mpi.native import device as native
 
 # Bytes in one half of the staging memory.
 STAGING_BYTES = 16 << 20
-MIN_STAGING, MAX_STAGING = 1 << 10, 1 << 30
+# At least a tile of `moments.pyx`.
+MIN_STAGING, MAX_STAGING = 64 << 10, 1 << 30
 # Bytes from which MPI is given device memory: at any size, or never.
 ALWAYS, NEVER = 0, 2**62
 PROBE_SECONDS = 120

@@ -25,6 +25,7 @@ from distsolve.mpi.native import (
     abi,
     agreement,
     messages,
+    moments,
     movement,
     nonblocking,
     recorder,
@@ -33,6 +34,11 @@ from distsolve.mpi.native import (
 )
 from distsolve.mpi.operations import DTYPES, Op, identities
 
+HANDLERS = {
+    f"distsolve_{name}": handler
+    for kind in (reductions, moments, movement, messages, nonblocking)
+    for name, handler in kind.HANDLERS.items()
+}
 _THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 _SERIALIZED = 2
 _SWITCHES = {
@@ -92,6 +98,7 @@ def _load() -> Library:
     if is_on("DISTSOLVE_NO_IN_PLACE"):
         abi.set_in_place(False)
     agreement.make_type_and_operation()
+    moments.make_operations()
     if is_on("DISTSOLVE_CHECK"):
         agreement.set_checking(True, lines=os.environ["DISTSOLVE_CHECK"] != "calls")
     recorder.set_names(
@@ -100,14 +107,9 @@ def _load() -> Library:
         [op.name.encode() for op in Op],
     )
     watchdog.show_at_signal(library.MPI.COMM_WORLD.Get_rank() if library.MPI else 0)
-    handlers = {
-        f"distsolve_{name}": handler
-        for kind in (reductions, movement, messages, nonblocking)
-        for name, handler in kind.HANDLERS.items()
-    }
-    for target, handler in handlers.items():
+    for target, handler in HANDLERS.items():
         jax.ffi.register_ffi_target(target, handler, platform="cpu")
-    device.load(handlers)
+    device.load(HANDLERS)
     return library
 
 

@@ -259,6 +259,26 @@ def allreduce_symmetric(
     return jax.tree.map(one, S)
 
 
+def merge_moments(tiles: jax.Array, *, comm: Any = None) -> jax.Array:
+    """Merge counts, means and centred sums of samples over all ranks.
+
+    Parameters
+    ----------
+    tiles : (..., tiles, length) of 32- or 64-bit floats, real or complex
+        Laid out as `native/moments.pyx` says, alike on all ranks.
+    comm : as for `allreduce`.
+
+    Returns
+    -------
+    array like `tiles`, replicated, and equal on all ranks to the last bit.
+
+    Communication
+    -------------
+    One message, in pieces of whole tiles of at most a chunk, or one tile.
+    """
+    return table.merge_moments(tiles, chunk=0, comm=resolve(comm).id)[0]
+
+
 def pvary(x: Any, *, comm: Any = None) -> Any:
     """Mark a replicated value that enters per-rank work: the identity, transposed an allreduce.
 

@@ -29,6 +29,12 @@ def each_apart(bind: Callable, operands: Sequence, dims: Sequence, params: dict)
     return bind(*operands, **params), list(dims)
 
 
+def in_front(bind: Callable, operands: Sequence, dims: Sequence, params: dict) -> Batched:
+    """The batch is one axis more of what the operand is a stack of."""
+    (x,), (dim,) = operands, dims
+    return bind(jnp.moveaxis(x, dim, 0), **params), [0]
+
+
 def received(bind: Callable, operands: Sequence, dims: Sequence, params: dict) -> Batched:
     """Whole messages: all operands get a leading batch axis; the status has none."""
     size = _size(operands, dims)

@@ -97,11 +97,21 @@ allreduce_symmetric = make_primitive(
         attributes=("chunk", "comm", "op"),
         outputs=rules.same_shapes,
         aliases=rules.in_place,
-        batch=lambda bind, xs, dims, params: (
-            bind(*(jnp.moveaxis(x, d, 0) for x, d in zip(xs, dims, strict=True)), **params),
-            [0],
-        ),
+        batch=rules.in_front,
         transpose=_allreduce_transpose,
+    )
+)
+
+merge_moments = make_primitive(
+    OpSpec(
+        name="merge_moments",
+        attributes=("chunk", "comm"),
+        outputs=rules.same_shapes,
+        aliases=rules.in_place,
+        batch=rules.in_front,
+        derivative=lambda params: (
+            "merge_moments has no derivative: differentiate `var` or `covariance`, which have one."
+        ),
     )
 )
 

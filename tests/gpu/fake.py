@@ -15,7 +15,7 @@ from spmd import agree
 
 from distsolve.mpi import device, sites
 from distsolve.mpi._jaxcompat import ShapedArray
-from distsolve.mpi.native import messages, movement, nonblocking, reductions
+from distsolve.mpi.library import HANDLERS
 from distsolve.mpi.operations import DTYPES
 from distsolve.mpi.primitive import OpSpec
 
@@ -23,12 +23,6 @@ SOURCE = Path(__file__).with_name("fake_driver.c")
 DELAY_US = 100
 STAGING = 4096  # bytes in a half: a few hundred elements are many pieces
 NUMBERS = {dtype: number for dtype, (number, _) in DTYPES.items()}
-HANDLERS = {
-    name: capsule
-    for kind in (reductions, movement, messages, nonblocking)
-    for name, capsule in kind.HANDLERS.items()
-}
-
 
 _bound: Any = None
 
@@ -192,7 +186,7 @@ def bind(staging: int = STAGING, mutants: dict[str, str] | None = None) -> None:
 def _function(name: str) -> ctypes.c_void_p:
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return ctypes.c_void_p(get(HANDLERS[name], None))
+    return ctypes.c_void_p(get(HANDLERS[f"distsolve_{name}"], None))
 
 
 def _buffers(buffers: Sequence[tuple[int, ShapedArray]]) -> Any:

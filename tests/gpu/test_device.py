@@ -126,6 +126,13 @@ def test_symmetric(gpu, dtype):
     check(gpu, table.allreduce_symmetric, [matrix], op=int(Op.SUM), chunk=0)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128], ids=str)
+def test_moments_are_cut_between_tiles(gpu, dtype):
+    tiles = numbers((300, 3 + 2 * 5 + 6), dtype)
+    tiles[:, :3] = 1 + ranks().rank, 3, 2  # samples, rows, columns
+    check(gpu, table.merge_moments, [tiles], chunk=0)
+
+
 @pytest.mark.parametrize("columns", [0, 1, 100, 2000])
 @pytest.mark.parametrize("name", ["gather", "scatter", "allgather", "alltoall"])
 def test_blocks(gpu, name, columns):

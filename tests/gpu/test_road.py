@@ -86,10 +86,10 @@ def test_a_road_that_there_is_not(monkeypatch, text):
         device.road()
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.5", "1023", str(2**30 + 1), "16M"])
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "65535", str(2**30 + 1), "16M"])
 def test_sizes_of_staging_memory_that_cannot_be(monkeypatch, text):
     monkeypatch.setenv("DISTSOLVE_STAGING_BYTES", text)
-    with pytest.raises(ValueError, match="expected a number of bytes from 1024 to 1073741824"):
+    with pytest.raises(ValueError, match="expected a number of bytes from 65536 to 1073741824"):
         device.staging_bytes()
 
 

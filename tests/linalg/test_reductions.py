@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from linalg.solves import sent, several
+from linalg.solves import same_everywhere, sent, several
 from spmd import agree, assert_allclose, assert_equal, ranks
 
 import distsolve
 from distsolve import Replicated, Sharded, check_replicated, mpi
-from distsolve.linalg import moments
+from distsolve.linalg import trees
 
 COUNTS = [3, 0, 4]  # samples of each rank
 
@@ -69,23 +69,17 @@ def variance(leaf, ddof):
     return np.sum(np.abs(leaf - leaf.mean(0)) ** 2, 0) / (len(leaf) - ddof)
 
 
-@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "in two sums"])
-def test_variance_does_not_cancel(gathered, monkeypatch):
-    if not gathered:
-        monkeypatch.setattr(moments, "GATHERED_BYTES", 0)
+def test_variance_does_not_cancel():
     x, every = mixed()
     found, messages = sent(jax.jit(functools.partial(distsolve.var, ddof=1)), x)
     # 1e-8 is what the samples themselves leave of a spread of 1e-3 about 1e8.
     close(found, {k: variance(v, 1) for k, v in every.items()}, every, rtol=1e-8)
-    agree(messages == several() * (1 if gathered else 2), f"{messages} messages")
+    agree(messages == several(), f"{messages} messages")
     dtypes = {k: v.real.dtype if k != "integer" else jnp.float64 for k, v in x.items()}
     agree({k: v.dtype for k, v in found.items()} == dtypes, "dtypes")
 
 
-@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "in two sums"])
-def test_covariance_of_one_and_of_two_arrays(gathered, monkeypatch):
-    if not gathered:
-        monkeypatch.setattr(moments, "GATHERED_BYTES", 0)
+def test_covariance_of_one_and_of_two_arrays():
     (x, y), (all_x, all_y) = samples(
         lambda random, n: (
             1e6 + random.standard_normal((n, 3)) + 1j * random.standard_normal((n, 3)),
@@ -98,10 +92,62 @@ def test_covariance_of_one_and_of_two_arrays(gathered, monkeypatch):
 
     (found, crossed), messages = sent(jax.jit(both), x, y)
     assert_allclose(found, np.cov(all_x.T), rtol=1e-9)
-    agree(messages == several() * (2 if gathered else 4), f"{messages} messages")
+    assert_equal(found, found.conj().T)
+    agree(messages == several(2), f"{messages} messages")
     centred = all_x - all_x.mean(0), all_y - all_y.mean(0)
     want = np.einsum("ki,kjl->ijl", *centred) / len(all_x)
     assert_allclose(crossed, want, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean", "spread"), [(np.float32, 1e4, 1e-2), (np.complex128, 1e25, 1e14)]
+)
+def test_spreads_much_smaller_than_the_mean_in_any_number_of_tiles(dtype, mean, spread):
+    def draw(random, n):
+        unit = 1 + 1j if np.dtype(dtype).kind == "c" else 1
+        x = mean + spread * unit * random.standard_normal((n, 65)).cumsum(1)
+        x *= np.where(np.arange(65) % 2, mean**-2, 1)  # every other entry is as far below 1
+        return [x[:, :p].astype(dtype) for p in (0, 1, 33, 65)]
+
+    x, every = samples(draw)
+
+    def statistics(x):
+        return distsolve.var(x), distsolve.covariance(x[3]), distsolve.covariance(x[3], x[2])
+
+    (variances, *spreads), messages = sent(jax.jit(statistics), x)
+    agree(messages == several(3), f"{messages} messages")
+    same_everywhere((variances, spreads))
+    d, eps = [wide(v) - wide(v).mean(0) for v in every], np.finfo(dtype).eps
+    for found, v in zip(variances, d, strict=True):
+        want = np.mean(np.abs(v) ** 2, 0).astype(found.dtype)
+        assert_allclose(found, want, rtol=20 * eps)
+    for found, v in zip(spreads, (d[3], d[2]), strict=True):
+        want = (d[3].T @ v.conj() / len(v)).astype(dtype)
+        assert_allclose(found, want, rtol=0, atol=20 * eps * np.max(np.abs(want)))
+
+
+def test_a_message_of_many_bytes_is_one():
+    x, every = samples(lambda random, n: random.standard_normal((n, 500)))
+    many = jnp.tile(x, (1, 100))
+
+    def statistics(x, many):
+        return distsolve.covariance(x), distsolve.var(many)
+
+    (found, variances), messages = sent(jax.jit(statistics), x, many)
+    agree(found.nbytes > 1 << 20, f"{found.nbytes} bytes")
+    agree(messages == several(2), f"{messages} messages")
+    assert_allclose(found, np.cov(every.T, ddof=0), rtol=0, atol=1e-13)
+    assert_allclose(variances, np.tile(every.var(0), 100), rtol=1e-12)
+
+
+def test_what_is_not_finite_spoils_its_own_entries():
+    x, every = samples(lambda random, n: random.standard_normal((n, 40)))
+    spoilt = jnp.where(jnp.arange(40) == 35, jnp.where(ranks().rank == 0, jnp.nan, x), x)
+    spoilt = spoilt.at[..., 3].set(jnp.inf) if ranks().rank == 0 else spoilt
+    found, shared = jax.jit(lambda x: (distsolve.var(x), distsolve.covariance(x)))(spoilt)
+    want = np.where(np.isin(np.arange(40), [3, 35]), np.nan, every.var(0))
+    assert_allclose(found, want, rtol=1e-12)
+    assert_allclose(jnp.isnan(shared), np.isnan(want[:, None] + want))
 
 
 def test_weighted_mean_with_a_rank_without_weight():
@@ -164,6 +210,48 @@ def test_derivatives_are_those_of_the_whole_sample():
     ):
         found = jax.jit(jax.grad(lambda x, s=statistic: s(x)))(x)
         assert_allclose(found, want[start : start + len(x)], rtol=1e-12, atol=1e-15)
+
+
+def test_derivatives_of_covariances():
+    """Once and twice forwards, and backwards: with the means taken out they are polynomials."""
+
+    def draw(random, n):
+        x, y = random.standard_normal((2, 3, n, 35))
+        return [*(x[:2] + 1j * y[:2]), x[2]]
+
+    (x, dx, y), every = samples(draw)
+
+    def derivatives(x, dx):
+        def along(x):
+            return jax.jvp(distsolve.covariance, (x,), (dx,))[1]
+
+        return jax.jvp(along, (x,), (dx,))
+
+    (once, twice), messages = sent(jax.jit(derivatives), x, dx)
+    agree(messages == several(3), f"{messages} messages")
+    u, du, w = (v - v.mean(0) for v in every)
+    n = len(u)
+    assert_allclose(once, (du.T @ u.conj() + u.T @ du.conj()) / n, rtol=1e-11, atol=1e-13)
+    assert_allclose(twice, 2 * du.T @ du.conj() / n, rtol=1e-11, atol=1e-13)
+
+    def norm(x):
+        return jnp.sum(trees.squared(distsolve.covariance(x, y)))
+
+    # The cotangents of the ranks' samples, against the slope along all of their directions.
+    gradient, messages = sent(jax.jit(jax.grad(norm)), x)
+    agree(messages == several(), f"{messages} messages")
+    slope = mpi.allreduce(jnp.sum((gradient * dx).real))
+    want = 2 * np.sum(((du.T @ w).conj() * (u.T @ w)).real) / n**2
+    assert_allclose(slope, want, rtol=1e-11)
+
+
+def test_a_batch_of_statistics_is_one_message():
+    x, every = samples(lambda random, n: random.standard_normal((n, 4, 2)))
+    statistics = jax.vmap(distsolve.covariance, in_axes=1)
+    found, messages = sent(jax.jit(statistics), x)
+    agree(messages == several(), f"{messages} messages")
+    want = np.stack([np.cov(every[:, i].T, ddof=0) for i in range(4)])
+    assert_allclose(found, want, rtol=1e-11)
 
 
 def test_a_parameter_that_all_samples_share():

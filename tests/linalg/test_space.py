@@ -253,6 +253,8 @@ def methods(x):
         opened=size, size=space.size(x), begun=xx, agreed=agreed, gathered=space.gather(x[0]),
         assembled=space.assemble(x, space.offset(3), 12), projected=space.project(stack, {"x": x}),
         mean=distsolve.mean(x, space), var=distsolve.var(x, space=space),
+        slope=jax.jvp(lambda x: distsolve.var(x, space=space), (x,), (x,))[1],
+        covariance=distsolve.covariance(x[:, None] * jnp.arange(40.0), space=space),
     )
 
 x = jnp.arange(1.0, 13.0)
@@ -260,7 +262,8 @@ found, xx = on_mesh(methods, x), float(x @ x)
 wanted = dict(
     dot=[xx, 2 * xx], norm=xx ** 0.5, norms=[xx ** 0.5, 2 * xx ** 0.5], inputs=[3, np.inf],
     opened=12, size=12, begun=xx, agreed=np.inf, gathered=x[::3], assembled=x,
-    projected=[xx, 2 * xx], mean=np.mean(x), var=np.var(x),
+    projected=[xx, 2 * xx], mean=np.mean(x), var=np.var(x), slope=2 * np.var(x),
+    covariance=np.var(x) * np.outer(np.arange(40), np.arange(40)),
 )
 for name, want in wanted.items():
     np.testing.assert_allclose(found[name], want, rtol=1e-14, err_msg=name)

@@ -22,7 +22,7 @@ from distsolve.mpi.native.device cimport (
 )
 from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_BF16, XLA_FFI_DataType_C128, XLA_FFI_DataType_C64, XLA_FFI_DataType_F16,
-    XLA_FFI_DataType_F32, Buffer, Frame, bfloat16_to_float, ffi_arg, ffi_count, ffi_item,
+    XLA_FFI_DataType_F32, Buffer, Frame, bfloat16_to_float, ffi_arg, ffi_bytes, ffi_item,
     ffi_operands, ffi_ret, float16_to_float, float_to_bfloat16, float_to_float16,
     pthread_mutex_init, pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock,
 )
@@ -106,7 +106,7 @@ cdef void segment(
     else:
         src[0] = <char *> ffi_arg(job.frame, index).data
         dst[0] = <char *> ffi_ret(job.frame, index).data
-        count[0] = ffi_count(ffi_arg(job.frame, index))
+        count[0] = ffi_bytes(ffi_arg(job.frame, index)) // job.item
 
 
 cdef bint is_staged(const Job *job) noexcept nogil:
@@ -302,6 +302,8 @@ cdef int run_staged(const Job *job) noexcept nogil:
             code = code or copy(job.lane, dst, src, count * job.item)
     room = max(total * job.item // PIECES, <int64_t> SMALLEST_PIECE)
     room = max(min(room, job.lane.room) // job.item, 1)
+    if job.item > job.lane.room:
+        code = ERR_NO_MEM
     i = 0
     piece.lane, piece.frame, piece.n_segments = &in_host_memory, NULL, 1
     while done < total and code == 0:

@@ -23,8 +23,7 @@ PIP := -m pip install -qq --disable-pip-version-check
 REQUIREMENTS := .ci/requirements.py
 
 # Each rank gets one thread: two ranks on two cores would otherwise fight for them.
-LIMITS := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
-	XLA_FLAGS=--xla_cpu_multi_thread_eigen=false
+LIMITS := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PJRT_NPROC=1
 
 # What `make test` covers; narrow it with e.g. make test ENDS=lowest MPI=mpich RANKS=2 ARGS='-k cg'
 ENDS ?= lowest newest

@@ -10,8 +10,13 @@ from pathlib import Path
 from simnet.build import library
 
 HERE = Path(__file__).parent
-XLA_THREADS = "--xla_cpu_multi_thread_eigen=false"
-THREAD_VARIABLES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# The variables that keep each rank from using more than its share of the cores.
+THREAD_LIMITS = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PJRT_NPROC": "1",  # XLA
+}
 
 
 class LaunchError(RuntimeError):
@@ -29,17 +34,6 @@ def debian_petsc():
     folders = sorted(Path("/usr/lib").glob("petscdir/*/*-real/lib/python3/dist-packages"))
     needed = [Path("/usr/bin/mpiexec.openmpi"), Path("/usr/lib/python3/dist-packages/mpi4py")]
     return folders[-1] if folders and all(path.exists() for path in needed) else None
-
-
-def thread_limits():
-    """The variables that keep each rank from using more than its share of the cores."""
-    return {**THREAD_VARIABLES, "XLA_FLAGS": XLA_THREADS}
-
-
-def _environment():
-    env = {**os.environ, **THREAD_VARIABLES, "JAX_PLATFORMS": "cpu"}
-    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {XLA_THREADS}".strip()
-    return env
 
 
 def build(source, folder):
@@ -136,7 +130,8 @@ def launch(kernel, *, np, mpi="mpich", simnet=None, timeout=300, **options):
     command = launcher + (_preload(mpi, simnet) if simnet is not None else []) + program
     for name, value in options.items():
         command += ["--" + name.replace("_", "-"), str(value)]
-    return _figures_of(command, {**_environment(), **variables}, timeout)
+    environment = {**os.environ, **THREAD_LIMITS, "JAX_PLATFORMS": "cpu", **variables}
+    return _figures_of(command, environment, timeout)
 
 
 def _figures_of(command, env, timeout):

@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch import LaunchError, build, debian_petsc, launch, thread_limits, tool
+from launch import THREAD_LIMITS, LaunchError, build, debian_petsc, launch, tool
 from machine import OtherLoad, describe
 from report import (
     figure_text,
@@ -206,7 +206,7 @@ def compare(title, rows, measurements):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     repeats = 1 if options.quick else REPEATS
     conditions = {"ranks": RANKS, "repeats": repeats, "quick": options.quick}
-    conditions |= {"machine": describe(), "environment": thread_limits()}
+    conditions |= {"machine": describe(), "environment": THREAD_LIMITS}
     print_head(conditions)
     table, samples = [], {}
     with tempfile.TemporaryDirectory() as folder:

@@ -13,17 +13,20 @@ from typing import Any
 import jax
 
 from distsolve import mpi
-from distsolve.mpi._jaxcompat import has_backend
+from distsolve.mpi import launcher
+from distsolve.mpi._jaxcompat import cluster_names, has_backend, is_in_cluster
 from distsolve.mpi.comm import resolve
 from distsolve.mpi.device import jax_uses_gpus
 from distsolve.rendezvous import meet
 
 DEVICE_LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+OWN_METHOD, ANY_METHOD = "distsolve", "auto"
 
 
 def initialize(
     comm: Any = None,
     *,
+    method: str = OWN_METHOD,
     interface: str | None = None,
     timeout: float = 60.0,
     local_device_ids: int | Sequence[int] | None = None,
@@ -38,6 +41,11 @@ def initialize(
     ----------
     comm : mpi4py.MPI.Intracomm or None
         None is the world. JAX's process index is the rank in `comm`.
+    method : str
+        ``"distsolve"`` is what is described here. Any other is left to JAX: one that it knows as
+        ``cluster_detection_method``, such as ``"slurm"``, or ``"auto"`` for the first that it
+        recognises. Nothing is asked of MPI then, `comm` and `interface` stay None, and the index
+        of a process is what that method says.
     interface : str, optional
         Network interface of rank 0's node, such as ``"ib0"``, at which the other nodes reach it. By
         default its host name says which; where all ranks share a node it is the loopback interface.
@@ -55,7 +63,8 @@ def initialize(
         Where JAX has a backend already; where rank 0 has no address that other nodes could reach;
         where there are too few GPUs for the ranks of a node.
     ValueError
-        Where rank 0 has no such `interface`, or `timeout` is not positive.
+        Where rank 0 has no such `interface`, or `timeout` is not positive; where `method` is none,
+        or this is no place for it.
 
     Communication
     -------------
@@ -63,30 +72,62 @@ def initialize(
     rank 0.
     """
     _check(interface, timeout, local_device_ids)
-    if mpi.size(comm) == 1 or jax.distributed.is_initialized():
+    _check_method(method, comm, interface)
+    if (method == OWN_METHOD and mpi.size(comm) == 1) or jax.distributed.is_initialized():
         return
     _refuse_late("initialize")
-    if local_device_ids is None:
-        select_device(comm)
-    record = resolve(comm)
-    address = meet(comm, interface=interface, timeout=timeout)
+    arguments: dict[str, Any] = {
+        "local_device_ids": local_device_ids,
+        "initialization_timeout": math.ceil(timeout),
+    }
+    if method == OWN_METHOD:
+        if local_device_ids is None:
+            select_device(comm)
+        record = resolve(comm)
+        address = meet(comm, interface=interface, timeout=timeout)
+        arguments |= {
+            "coordinator_address": address,
+            "num_processes": record.size,
+            "process_id": record.rank,
+            "cluster_detection_method": "deactivate",
+            "coordinator_bind_address": address,
+        }
+        is_first, target = record.rank == 0, f" to {address}"
+    else:
+        arguments["cluster_detection_method"] = _of_jax(method)
+        is_first, target = launcher.is_first(), ""
     with without_proxies() as bypassed:
-        if bypassed and record.rank == 0:
+        if bypassed and is_first:
             print(
-                f"distsolve.initialize: {', '.join(bypassed)} bypassed while JAX connects to "
-                f"{address}",
+                f"distsolve.initialize: {', '.join(bypassed)} bypassed while JAX connects{target}",
                 file=sys.stderr,
                 flush=True,
             )
-        jax.distributed.initialize(
-            address,
-            record.size,
-            record.rank,
-            local_device_ids=local_device_ids,
-            cluster_detection_method="deactivate",
-            initialization_timeout=math.ceil(timeout),
-            coordinator_bind_address=address,
+        jax.distributed.initialize(**arguments)
+
+
+def _check_method(method: Any, comm: Any, interface: Any) -> None:
+    if method == OWN_METHOD:
+        return
+    for name, value in (("comm", comm), ("interface", interface)):
+        if value is not None:
+            raise ValueError(
+                f"`{name}` is {value!r}, which is of no use where `method` is {method!r}: leave "
+                "out one of them."
+            )
+    known = {OWN_METHOD, ANY_METHOD} | cluster_names()
+    if not isinstance(method, str) or method not in known:
+        names = ", ".join(map(repr, sorted(known)))
+        raise ValueError(f"`method` is {method!r}; expected one of {names}.")
+    if not is_in_cluster(_of_jax(method)):
+        raise ValueError(
+            f"`method` is {method!r}, but JAX finds nothing of the kind in the environment of this "
+            "process: start the program by that launcher, or leave out `method` and let MPI say."
         )
+
+
+def _of_jax(method: str) -> str | None:
+    return None if method == ANY_METHOD else method
 
 
 def _check(interface: Any, timeout: Any, local_device_ids: Any) -> None:

@@ -94,7 +94,7 @@ class Cell:
         arguments = [text for text in arguments if not is_path(text)] + self.paths(arguments)
         environment = job_environment(self.mpi, self.ranks or 1, {"DISTSOLVE_TEST_MPI": self.mpi})
         if self.quick:
-            environment["XLA_FLAGS"] += QUICK
+            environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + QUICK
         if self.ranks:
             command = [*mpiexec(self.mpi, self.ranks, self.python), self.python, *PYTEST]
             command += ["--ignore=tests/jobs"]

@@ -77,6 +77,23 @@ def test_without_a_variable_the_system_is_asked(cards, files, count, tmp_path):
     assert visible_gpus({"DISPLAY": "0,1"}, tmp_path) == count
 
 
+@once
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"method": "lsf"}, r"`method` is 'lsf'; expected one of 'auto', 'distsolve', .*'slurm'"),
+        ({"method": ["slurm"]}, r"`method` is \[.slurm.\]; expected one of"),
+        ({"method": "slurm"}, r"`method` is 'slurm', but JAX finds nothing of the kind"),
+        ({"method": "slurm", "comm": MPI.COMM_SELF}, r"`comm` is .* where `method` is 'slurm'"),
+        ({"method": "auto", "interface": "lo"}, r"`interface` is 'lo', .* `method` is 'auto'"),
+    ],
+)
+def test_methods_that_are_none(arguments, said, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ValueError, match=said):
+        distsolve.initialize(**arguments)
+
+
 def test_local_rank(comm):
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     expected = node.rank

@@ -51,6 +51,7 @@ from distsolve.mpi.watchdog import set_timeout
 from distsolve.mpi.wildcards import ANY_SOURCE, ANY_TAG, PROC_NULL
 
 lifecycle.abort_on_exception()
+lifecycle.end_after_failing_exit()
 
 __all__ = [
     "ANY_SOURCE",

@@ -5,6 +5,9 @@ Supported: jax 0.10 to the newest. Where a name moved, it is looked up here once
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from jax._src import core, dispatch, effects, xla_bridge
 from jax._src.clusters import ClusterEnv
 from jax._src.interpreters import ad, batching, mlir, pxla
@@ -21,9 +24,11 @@ __all__ = [
     "apply_primitive",
     "ask_first",
     "batching",
+    "cluster_names",
     "forget_failed_tokens",
     "has_backend",
     "instantiate_zero",
+    "is_in_cluster",
     "is_tracing",
     "is_undefined_primal",
     "is_user_filename",
@@ -33,6 +38,7 @@ __all__ = [
     "pe",
     "platforms",
     "wait_for_ordered",
+    "when_lowered",
     "with_token",
     "zero_tangent",
 ]
@@ -54,6 +60,20 @@ def ask_first(cluster: type[ClusterEnv]) -> type[ClusterEnv]:
     kinds.remove(cluster)
     kinds.insert(0, cluster)
     return cluster
+
+
+def cluster_names() -> set[str]:
+    """The kinds of cluster that ``jax.distributed`` can be told to use."""
+    return {kind.name for kind in ClusterEnv._cluster_types if kind.name}
+
+
+def is_in_cluster(name: str | None) -> bool:
+    """Whether this process is in a kind of cluster; None is any that JAX recognises by itself."""
+    return any(
+        kind.is_env_present()
+        for kind in ClusterEnv._cluster_types
+        if kind.name == name or (name is None and not kind.opt_in_only_method)
+    )
 
 
 class MPIEffect(effects.Effect):
@@ -128,6 +148,18 @@ def with_token(ctx, lower, operands, **attributes):
     *results, token = lower(extended, *operands, token, **attributes)
     ctx.set_tokens_out(mlir.TokenSet({ordered_effect: token}))
     return results
+
+
+def when_lowered(see: Callable[[Any], None]) -> None:
+    """Show every program that is lowered from now on, as a whole, before it is compiled."""
+    lower_program = mlir.lower_jaxpr_to_module
+
+    def lower_and_show(*args, **kwargs):
+        lowered = lower_program(*args, **kwargs)
+        see(lowered.module)
+        return lowered
+
+    mlir.lower_jaxpr_to_module = lower_and_show
 
 
 def platforms(ctx) -> tuple[str, ...]:

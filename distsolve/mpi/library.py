@@ -33,6 +33,7 @@ from distsolve.mpi.native import (
     serial,
 )
 from distsolve.mpi.operations import DTYPES, Op, identities
+from distsolve.mpi.programs import compare_programs
 
 HANDLERS = {
     f"distsolve_{name}": handler
@@ -101,6 +102,7 @@ def _load() -> Library:
     moments.make_operations()
     if is_on("DISTSOLVE_CHECK"):
         agreement.set_checking(True, lines=os.environ["DISTSOLVE_CHECK"] != "calls")
+        compare_programs()
     recorder.set_names(
         [name.encode() for name in abi.NAMES],
         _by_number({number: str(dtype) for dtype, (number, _) in DTYPES.items()}),

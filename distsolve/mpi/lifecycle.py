@@ -8,15 +8,17 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
-from distsolve.mpi import launcher
+from distsolve.mpi import launcher, sites
 from distsolve.mpi._jaxcompat import wait_for_ordered
-from distsolve.mpi.native import abi, nonblocking, watchdog
+from distsolve.mpi.native import abi, nonblocking, recorder, watchdog
 
 _finalizing = False
+_failure: tuple[int, str] | None = None  # status and line of the `sys.exit` that ends the program
 # A launcher that is told to abort drops the output that it has not passed on yet.
 OUTPUT_SECONDS = 0.5
+EXIT_GRACE = 5.0
 
 
 def is_finalizing() -> bool:
@@ -105,6 +107,67 @@ def _job_of_many_ranks() -> Any:
     if not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.Get_size() == 1:
         return None
     return MPI
+
+
+class _Exit:
+    """Tied to a SystemExit: if no Python runs any more when that goes, it ends the program."""
+
+    def __init__(self, status: int) -> None:
+        self.failure = status, recorder.text_of_site(sites.caller())
+
+    def __del__(self) -> None:
+        global _failure
+        if sys._getframe().f_back is None:
+            _failure = self.failure
+
+
+def end_after_failing_exit() -> None:
+    """Let a failing `sys.exit` on one rank end the job, unless all ranks come to their end.
+
+    Called at import. A SystemExit that is caught is no failure, nor is one in another thread.
+    """
+    plain = sys.exit
+
+    def noticed(status: Any = None, /) -> NoReturn:
+        try:
+            plain(status)
+        except SystemExit as error:
+            number = _status_of(error.code)
+            if number and threading.current_thread() is threading.main_thread():
+                error._distsolve = _Exit(number)  # type: ignore[attr-defined]
+            raise
+
+    sys.exit = noticed
+    atexit.register(_limit_finalize)
+
+
+def _limit_finalize() -> None:
+    """After a failure, give MPI_Finalize, which waits for all ranks, so many seconds only."""
+    if _failure is None or (MPI := _job_of_many_ranks()) is None:
+        return
+    (status, line), seconds = _failure, _exit_grace()
+    said = (
+        f"rank {MPI.COMM_WORLD.Get_rank()} of {MPI.COMM_WORLD.Get_size()}: sys.exit with status "
+        f"{status} at {line}, and after {seconds:g} s not all ranks have come to their end: ending "
+        "the job\n"
+    )
+    watchdog.limit_finalize(seconds, status, said.encode())
+
+
+def _exit_grace() -> float:
+    """The seconds of DISTSOLVE_EXIT_GRACE; the default where they make no sense: all is over."""
+    try:
+        seconds = float(os.environ.get("DISTSOLVE_EXIT_GRACE", ""))
+    except ValueError:
+        return EXIT_GRACE
+    return seconds if 0 <= seconds <= 1e6 else EXIT_GRACE
+
+
+def _status_of(code: Any) -> int:
+    """The exit status that Python makes of what SystemExit is given."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
 
 
 def _abort(MPI: Any, text: str) -> None:

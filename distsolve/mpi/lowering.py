@@ -44,6 +44,7 @@ def lower(spec: OpSpec, ctx, *operands, ordered, where, **params):
         for name in spec.attributes
     }
     attributes["where"] = np.int64(where)
+    attributes["within"] = np.int64(0)  # the program, see `programs.py`
     attributes["xla_device"] = np.int64(platforms(ctx) != ("cpu",))
     if ordered:
         return with_token(ctx, rule, operands, **attributes)

@@ -78,7 +78,7 @@ class OpSpec:
     transpose: Callable[..., list] | None = None
 
     def __post_init__(self) -> None:
-        # The line of the call sorts last.
+        # The line of the call and its program sort last.
         assert list(self.attributes) == sorted(self.attributes) < ["where"], self.name
 
 

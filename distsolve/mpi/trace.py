@@ -25,7 +25,8 @@ class Call:
     dtype : numpy.dtype or None
         Of the data; None where there are none, and for what MPI cannot reduce.
     count : int
-        Elements on this rank; of ``gatherv`` and its like, on all ranks.
+        Elements on this rank; of ``gatherv`` and its like, on all ranks; of
+        ``allreduce_symmetric``, those of the upper triangles.
     op : Op or None
     peer : int or None
         The root, or the rank at the other end.

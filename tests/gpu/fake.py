@@ -129,7 +129,11 @@ class Device:
         if in_place:
             for given, made in spec.aliases(avals, [a for _, a in results], params).items():
                 results[made] = (operands[given][0], results[made][1])
-        values = [params[name] for name in spec.attributes] + [sites.UNKNOWN, 1]
+        values = [params[name] for name in spec.attributes] + [
+            sites.UNKNOWN,
+            0,
+            1,
+        ]  # where, within, xla_device
         numbers = [np.atleast_1d(np.asarray(value, np.int64)) for value in values]
         lengths = [len(value) if isinstance(value, tuple) else -1 for value in values]
         error = self.library.fake_call(

@@ -15,8 +15,7 @@ import time
 from mpi4py import MPI
 
 world = MPI.COMM_WORLD.Dup()
-os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(1 + world.rank)
-os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={str(world.rank % 2 == 1).lower()}"
+os.environ["OMP_NUM_THREADS"] = os.environ["PJRT_NPROC"] = str(1 + world.rank)
 
 import jax  # noqa: E402 - the threads are set first
 import jax.numpy as jnp  # noqa: E402

@@ -26,7 +26,7 @@ def row(text, name):
 
 
 def test_a_healthy_job():
-    env = {"NPROC": "1", "DISTSOLVE_CHUNK_BYTES": "65536"}
+    env = {"DISTSOLVE_CHUNK_BYTES": "65536"}
     done = run_ranks(HEADER + RUN, np=2, args=["--json"], timeout=120, env=env).check()
     said = json.loads(done.stdout)
     assert said["ranks"] == 2

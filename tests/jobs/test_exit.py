@@ -1,5 +1,6 @@
 """How a job ends: at once when one rank raises, and well when all ranks are done."""
 
+import re
 import time
 
 import pytest
@@ -125,12 +126,54 @@ else:
     assert "rank 1 of 2: uncaught exception" in done.stderr
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_exit_status_is_kept(status):
-    program = HEADER + f"mpi.allreduce(1.0)\nraise SystemExit({status})\n"
-    done = run_ranks(program, np=2)
-    assert done.returncode == status
+@pytest.mark.parametrize("end", ["raise SystemExit(0)", "sys.exit(3)"])
+def test_exit_status_of_all_ranks_is_kept(end):
+    """Also where they do not end at one moment."""
+    done = run_ranks(f"{HEADER}mpi.allreduce(1.0)\ntime.sleep(rank)\n{end}\n", np=2)
+    assert str(done.returncode) in end
     assert "Traceback" not in done.stderr
+    assert "ending the job" not in done.stderr
+
+
+def test_one_rank_exits_with_a_failure_while_the_other_waits():
+    """What it has queued is done before."""
+    program = (
+        HEADER
+        + """
+reduce = jax.jit(mpi.allreduce)
+x = reduce(jnp.ones(1_000_000))
+if rank == 1:
+    sys.exit(3)
+jax.block_until_ready(reduce(x))
+"""
+    )
+    done = run_ranks(program, np=2, env={"DISTSOLVE_EXIT_GRACE": "0.5"})
+    line = program.split("\n").index("    sys.exit(3)") + 1
+    said = rf"^rank 1 of 2: sys\.exit with status 3 at \S+job\.py:{line}, and after 0\.5 s"
+    assert re.search(said, done.stderr, re.MULTILINE), done.stderr
+    assert done.returncode == 3
+
+
+def test_an_exit_without_failure_leaves_the_others_alone():
+    """One that was caught, or came in another thread, is none."""
+    program = (
+        HEADER
+        + """
+import _thread
+mpi.allreduce(1.0)
+if rank == 1:
+    _thread.start_new_thread(sys.exit, (3,))
+    try:
+        sys.exit(3)
+    except SystemExit:
+        time.sleep(0.5)
+    sys.exit(0)
+time.sleep(2)
+print("went on", flush=True)
+"""
+    )
+    done = run_ranks(program, np=2, env={"DISTSOLVE_EXIT_GRACE": "0.5"}).check()
+    assert done.stdout == "went on\n"
 
 
 def test_exit_of_a_thread_is_not_an_error():

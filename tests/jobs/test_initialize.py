@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from launch import run_ranks
 
 HEADER = """\
@@ -69,6 +70,25 @@ import distsolve.cluster
 jax.distributed.initialize()
 {TOGETHER}"""
     run_ranks(program, np=2).check()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("method", ["slurm", "auto"])
+def test_a_launcher_can_be_asked(method):
+    program = f"""{HEADER}
+import socket
+from mpi4py.MPI import COMM_WORLD as comm
+with socket.create_server(("127.0.0.1", 0)) as server:
+    port = comm.bcast(str(server.getsockname()[1]))
+os.environ |= {{"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2",
+                "SLURM_PROCID": str(1 - comm.rank), "SLURM_LOCALID": "0",
+                "JAX_COORDINATOR_PORT": port}}
+distsolve.initialize(method={method!r})
+assert (jax.process_index(), jax.process_count()) == (1 - comm.rank, 2)
+distsolve.initialize(method={method!r})
+"""
+    done = run_ranks(program, np=2, env=PROXIES).check()
+    assert done.stderr.count("grpc_proxy, http_proxy, https_proxy bypassed while JAX") == 1
 
 
 def test_all_ranks_hear_why_they_did_not_meet():

@@ -11,7 +11,8 @@ from spmd import agree, ranks
 
 import distsolve
 from distsolve import mpi
-from distsolve.mpi import library
+from distsolve.mpi import library, programs
+from distsolve.mpi._jaxcompat import mlir
 from distsolve.mpi.native import abi, agreement
 
 
@@ -85,6 +86,13 @@ FAULTS = {
         lambda c, r, n: (mpi.scan if r == n - 1 else mpi.allreduce)(jnp.ones(4), comm=c),
         "MPI_Allreduce",
         "MPI_Scan",
+    ),
+    "symmetric": (
+        lambda c, r, n: (mpi.allreduce_symmetric if r == n - 1 else mpi.allreduce)(
+            jnp.ones((2, 3, 3)), comm=c
+        ),
+        "[18]",
+        "[12]",
     ),
     "order": (swapped, "MPI_Barrier", "MPI_Allreduce"),
     "missing": (missing, "different lines", f"{__file__}:"),
@@ -180,6 +188,33 @@ def test_wrong_data_are_caught(kind, comm):
         abi.bind(addresses)
     agree("number 999 is" in text and "stale or doubled" in text, text)
     agree(f"{__file__}:" in text and f"rank {ranks().rank} of" in text, text)
+
+
+def test_programs_that_differ_are_a_warning(comm, monkeypatch, capfd):
+    """Once for each way in which they do; shapes and constants may differ."""
+    monkeypatch.setattr(mlir, "lower_jaxpr_to_module", mlir.lower_jaxpr_to_module)  # put back
+    programs.compare_programs()
+    me, size = ranks().rank, ranks().size
+
+    @jax.jit
+    def alike(x):
+        x = jax.lax.fori_loop(0, 2, lambda i, x: mpi.allreduce(x, comm=comm) / (i + 2), x)
+        return mpi.allreduce(jnp.sum(jnp.zeros(3 + me) + x[0] + me), comm=comm)
+
+    @jax.jit
+    def different(x):
+        return mpi.allreduce(jnp.sin(x) if me == size - 1 else x, comm=comm)
+
+    jax.block_until_ready(alike(jnp.ones(3)))
+    shown = capfd.readouterr().err
+    agree("different programs" not in shown, shown)
+    for n in (3, 3, 4):
+        jax.block_until_ready(different(jnp.ones(n)))
+    shown = capfd.readouterr().err
+    told = size > 1 and me == 0
+    agree(shown.count("ranks run different programs") == told, shown)
+    agree((f"rank {size - 1}: %0 = stablehlo.sine" in shown) == told, shown)
+    agree((f" at {__file__}:" in shown) == told, shown)
 
 
 def test_copies_in_a_sharded_space_are_a_warning(capfd):

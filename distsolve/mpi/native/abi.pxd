@@ -63,6 +63,10 @@ ctypedef int (*op_create_t)(function_t, int, Handle *) noexcept nogil
 cdef enum:
     MAX_STATUS = 128
 
+# Ways in which programs of ranks may differ that are told of, for each communicator.
+cdef enum:
+    MOST_TOLD = 8
+
 # Returned where there is no memory, for which MPI has no portable code, and where the GPU's driver
 # has failed.
 cdef enum:
@@ -78,6 +82,7 @@ cdef struct Comm:
     int64_t direct_from     # bytes from which MPI is given device memory
     int64_t staging         # bytes of device memory that are copied at a time where it is not
     int64_t collectives     # entered so far: the same on all ranks of a correct program
+    uint64_t told[MOST_TOLD]    # of programs that differ, the same on all ranks; 0: none yet
     int *world          # the ranks' numbers in the world
     bint alive
 

@@ -1,8 +1,9 @@
 """Check mode: whether the ranks are about to make the same call, and whether its result is right.
 
-One small sum before each collective. It carries hashes of the call, each as parts h of 16 bits with
-their squares: all ranks have the same where P sum(h^2) = (sum h)^2. And it carries some elements of
-the operand, whose sum the result must show afterwards, wherever it was computed.
+One small sum before each collective. It carries hashes of the call, its line and its program, each
+as parts h of 16 bits with their squares: all ranks have the same where P sum(h^2) = (sum h)^2. And
+it carries some elements of the operand, whose sum the result must show afterwards, wherever it was
+computed.
 
 All of it is one element of a type of its own, with an operation of its own: of several elements an
 MPI library may make two exchanges (MPICH: reduce-scatter and allgather), of one it makes one.
@@ -11,30 +12,43 @@ MPI library may make two exchanges (MPICH: reduce-scatter and allgather), of one
 from libc.math cimport fabs, isfinite
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdio cimport snprintf
-from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memset, strlen
 
 from distsolve.mpi.native.abi cimport (
-    ALLGATHER, ALLREDUCE, ALLTOALLW, BCAST, OP_CREATE, REDUCE, TYPE_COMMIT, TYPE_CONTIGUOUS, Comm,
-    Handle, address, combine_t, constants, contiguous_t, exchange_t, mpi_type, op_create_t, type_t,
+    ALLGATHER, ALLREDUCE, ALLTOALLW, BCAST, MOST_TOLD, OP_CREATE, REDUCE, TYPE_COMMIT,
+    TYPE_CONTIGUOUS, Comm, Handle, address, combine_t, constants, contiguous_t, exchange_t, mpi_op,
+    mpi_type, op_create_t, type_t,
 )
 from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_C128, XLA_FFI_DataType_C64, XLA_FFI_DataType_F32, XLA_FFI_DataType_F64,
     XLA_FFI_DataType_S32, XLA_FFI_DataType_S64, Error, Frame, ffi_arg, ffi_count, ffi_error,
-    ffi_on_device, ffi_ret,
+    ffi_on_device, ffi_ret, ffi_within, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
+    pthread_mutex_unlock,
 )
-from distsolve.mpi.native.recorder cimport Entry, describe, ranks_like, site_text
+from distsolve.mpi.native.recorder cimport Entry, describe, kept, ranks_like, site_text, write_text
 
 
 cdef enum:
     SUM = 0
     CALL_PARTS = 4              # of 16 bits: the hash of the call
-    LINE_PARTS = 2              # and of its line
-    PARTS = CALL_PARTS + LINE_PARTS
+    LINE_PARTS = 2              # of its line
+    PROGRAM_PARTS = 2           # and of the program that it is in
+    PARTS = CALL_PARTS + LINE_PARTS + PROGRAM_PARTS
     WORDS = 2 * PARTS + 2 * SAMPLES
     TEXT = 480
     MOST_LINES = 12             # of a table
+    REPORT = MOST_LINES * (TEXT + 220)
+    STDERR = 2
 
+cdef struct Program:
+    int64_t number
+    const char *text            # in which every line ends
+    Program *next
+
+cdef Program *programs = NULL   # grows at this end, and loses none
+cdef pthread_mutex_t lock
+pthread_mutex_init(&lock, NULL)
 cdef bint checking = False
 cdef bint comparing_lines = False
 cdef Handle words_type = 0
@@ -77,6 +91,35 @@ def get_checking():
 def get_lines():
     """Whether it compares lines."""
     return comparing_lines
+
+
+def add_program(int64_t number, bytes text):
+    """Keep the text of a program, for the life of the process."""
+    global programs
+    cdef Program *program
+    if text_of(number)[0] != 0:
+        return
+    program = <Program *> malloc(sizeof(Program))
+    if program == NULL:
+        raise MemoryError
+    program.number, program.text = number, kept(text)
+    pthread_mutex_lock(&lock)
+    program.next = programs
+    programs = program
+    pthread_mutex_unlock(&lock)
+
+
+cdef const char *text_of(int64_t number) noexcept nogil:
+    """The text of a program; nothing where it was lowered elsewhere."""
+    cdef const Program *program
+    pthread_mutex_lock(&lock)
+    program = programs
+    pthread_mutex_unlock(&lock)
+    while program != NULL and program.number != number:
+        program = program.next
+    if program == NULL:
+        return ""
+    return program.text
 
 
 cdef uint64_t mixed(uint64_t hash, int64_t value) noexcept nogil:
@@ -132,6 +175,11 @@ cdef double real_at(const void *data, int dtype, int64_t place) noexcept nogil:
     return (<const double *> data)[place]
 
 
+cdef int add_over_ranks(double *words, const Comm *comm) noexcept nogil:
+    return (<combine_t> address[<int> ALLREDUCE])(
+        constants.in_place, words, 1, words_type, words_sum, comm.handle)
+
+
 cdef void sample(
     Frame *frame, const Comm *comm, const Entry *entry, Canary *canary
 ) noexcept nogil:
@@ -164,17 +212,18 @@ cdef Error *compare(
     """Answer an error on all ranks of a communicator unless they are about to make one call."""
     cdef double words[WORDS]
     cdef double *samples = words + 2 * PARTS
+    cdef double *program = words + 2 * (CALL_PARTS + LINE_PARTS)
     cdef char text[128]
     cdef int code, i
     memset(words, 0, sizeof(words))
     put_parts(words, hash_of(entry), CALL_PARTS)
     put_parts(words + 2 * CALL_PARTS, mixed(0, entry.where), LINE_PARTS)
+    put_parts(program, ffi_within(frame), PROGRAM_PARTS)
     sample(frame, comm, entry, canary)
     for i in range(canary.n):
         samples[2 * i] = canary.value[i]
         samples[2 * i + 1] = fabs(canary.value[i])
-    code = (<combine_t> address[<int> ALLREDUCE])(
-        constants.in_place, words, 1, words_type, words_sum, comm.handle)
+    code = add_over_ranks(words, comm)
     if code != 0:
         snprintf(text, sizeof(text), "The reduction of DISTSOLVE_CHECK on communicator %d failed "
                  "with MPI's code %d.", comm.id, code)
@@ -188,6 +237,9 @@ cdef Error *compare(
         return show(frame, comm, entry, "The ranks make the same MPI call from different lines "
                     "(DISTSOLVE_CHECK). A call left out, or a branch that differs by rank? If it "
                     "is meant, call once behind the branch, or set DISTSOLVE_CHECK=calls:")
+    if comparing_lines and not are_equal(program, PROGRAM_PARTS, comm.size):
+        if is_new(<Comm *> comm, program):
+            warn(comm, entry, text_of(ffi_within(frame)))
     return NULL
 
 
@@ -195,33 +247,109 @@ cdef Error *show(
     Frame *frame, const Comm *comm, const Entry *entry, const char *title
 ) noexcept nogil:
     """Answer a table of what each rank is about to do: the same on all ranks."""
-    cdef char *texts = <char *> calloc(comm.size + 1, TEXT)
-    cdef char report[MOST_LINES * (TEXT + 220)]
-    cdef char ranks[200]
-    cdef char *mine
-    cdef Error *error
-    cdef int used, i
-    cdef int lines = 0
-    if texts == NULL:
-        return ffi_error(frame, "No memory for the table of a check.")
-    mine = texts + comm.size * TEXT
+    cdef char report[REPORT]
+    cdef char mine[TEXT]
     describe(entry, mine, TEXT)
+    snprintf(report, REPORT, "%s", title)
+    add_table(comm, mine, report)
+    return ffi_error(frame, report)
+
+
+cdef void add_table(const Comm *comm, const char *mine, char *report) noexcept nogil:
+    """Add to a report of REPORT bytes what all ranks have to say, in less than TEXT bytes each."""
+    cdef char *texts = <char *> calloc(comm.size + 1, TEXT)
+    cdef char ranks[200]
+    cdef int32_t short_of_memory = texts == NULL
+    cdef int used = <int> strlen(report)
+    cdef int lines = 0
+    cdef int i
+    (<combine_t> address[<int> ALLREDUCE])(     # then no rank waits for the texts
+        constants.in_place, &short_of_memory, 1, mpi_type(XLA_FFI_DataType_S32), mpi_op(SUM),
+        comm.handle)
+    if short_of_memory:
+        snprintf(report + used, REPORT - used, "\n  rank %d: %s\n  and others, for which %d ranks "
+                 "have no memory", comm.rank, mine, short_of_memory)
+        free(texts)
+        return
+    snprintf(texts + comm.size * TEXT, TEXT, "%s", mine)
     (<exchange_t> address[<int> ALLGATHER])(
-        mine, TEXT, constants.byte, texts, TEXT, constants.byte, comm.handle)
-    used = snprintf(report, sizeof(report), "%s", title)
+        texts + comm.size * TEXT, TEXT, constants.byte, texts, TEXT, constants.byte, comm.handle)
     for i in range(comm.size):
         if not ranks_like(texts, TEXT, comm.size, i, ranks, sizeof(ranks)):
             continue
         lines += 1
         if lines <= MOST_LINES:
             used += snprintf(
-                report + used, sizeof(report) - used, "\n  rank %s: %s", ranks, texts + i * TEXT)
-            used = min(used, <int> sizeof(report) - 1)
+                report + used, REPORT - used, "\n  rank %s: %s", ranks, texts + i * TEXT)
+            used = min(used, <int> REPORT - 1)
     if lines > MOST_LINES:
-        snprintf(report + used, sizeof(report) - used, "\n  and %d more", lines - MOST_LINES)
-    error = ffi_error(frame, report)
+        snprintf(report + used, REPORT - used, "\n  and %d more", lines - MOST_LINES)
     free(texts)
-    return error
+
+
+cdef bint is_new(Comm *comm, const double *sums) noexcept nogil:
+    """Whether ranks of a communicator were not told of programs that differ in this way."""
+    cdef uint64_t key = 1
+    cdef int i
+    for i in range(2 * PROGRAM_PARTS):
+        key = mixed(key, <int64_t> sums[i])
+    for i in range(MOST_TOLD):
+        if comm.told[i] == 0:
+            comm.told[i] = key
+            return True
+        if comm.told[i] == key:
+            return False
+    return False
+
+
+cdef void warn(const Comm *comm, const Entry *entry, const char *text) noexcept nogil:
+    """Say on stderr where the programs of the ranks begin to differ: on all ranks together."""
+    cdef char report[REPORT]
+    cdef char call[TEXT]
+    cdef char mine[TEXT]
+    cdef int same = equal_lines(comm, text)
+    cdef const char *line = after_lines(text, same)
+    cdef int length = max(<int> (after_lines(line, 1) - line) - 1, 0)
+    describe(entry, call, TEXT)
+    snprintf(mine, TEXT, "%.*s", length, line)
+    snprintf(report, REPORT, "distsolve: ranks run different programs (DISTSOLVE_CHECK), seen in "
+             "%s. Shapes and constants aside they differ from line %d on. If that is not meant, "
+             "look for a branch in Python, an option or a version that differs by rank:", call,
+             same + 1)
+    add_table(comm, mine, report)
+    if comm.rank == 0:
+        write_text(STDERR, report)
+        write_text(STDERR, "\n")
+
+
+cdef int equal_lines(const Comm *comm, const char *text) noexcept nogil:
+    """How many lines the texts of all ranks have in common from the start, found by halving."""
+    cdef double words[WORDS]
+    cdef int step = 1 << 20
+    cdef int same = 0
+    while step > 0:
+        memset(words, 0, sizeof(words))
+        put_parts(words, hash_of_lines(text, same + step), CALL_PARTS)
+        if add_over_ranks(words, comm) == 0 and are_equal(words, CALL_PARTS, comm.size):
+            same += step
+        step //= 2
+    return same
+
+
+cdef const char *after_lines(const char *text, int n) noexcept nogil:
+    while n > 0 and text[0] != 0:
+        n -= text[0] == 10
+        text += 1
+    return text
+
+
+cdef uint64_t hash_of_lines(const char *text, int n) noexcept nogil:
+    cdef const char *end = after_lines(text, n)
+    cdef uint64_t hash = 0
+    while text < end:
+        hash = mixed(hash, text[0])
+        text += 1
+    return hash
 
 
 cdef Error *verify(

@@ -41,9 +41,13 @@ static inline const int64_t *ffi_ints(XLA_FFI_CallFrame *frame, int64_t index) {
   return (const int64_t *)((XLA_FFI_Array *)frame->attrs.attrs[index])->data;
 }
 
-/* Where in the user's program a call is, and whether its buffers are in a GPU's memory: the two
- * attributes of every MPI call that sort last. */
+/* Where in the user's program a call is, within which compiled program, and whether its buffers are
+ * in a GPU's memory: the three attributes of every MPI call that sort last. */
 static inline int64_t ffi_where(const XLA_FFI_CallFrame *frame) {
+  return *(int64_t *)((XLA_FFI_Scalar *)frame->attrs.attrs[frame->attrs.size - 3])->value;
+}
+
+static inline int64_t ffi_within(const XLA_FFI_CallFrame *frame) {
   return *(int64_t *)((XLA_FFI_Scalar *)frame->attrs.attrs[frame->attrs.size - 2])->value;
 }
 

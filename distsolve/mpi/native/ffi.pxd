@@ -23,6 +23,7 @@ cdef extern from "ffi.h" nogil:
     int64_t ffi_int(Frame *frame, int64_t index)
     const int64_t *ffi_ints(Frame *frame, int64_t index)
     int64_t ffi_where(const Frame *frame)
+    int64_t ffi_within(const Frame *frame)
     bint ffi_on_device(const Frame *frame)
     bint ffi_stream(Frame *frame, void **stream)
     int ffi_dtype(const Frame *frame, int64_t index)

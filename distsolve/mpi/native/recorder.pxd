@@ -31,6 +31,7 @@ cdef int64_t current_site() noexcept nogil
 cdef int describe(const Entry *entry, char *text, int size) noexcept nogil
 cdef bint ranks_like(
     const char *texts, int64_t stride, int n, int rank, char *ranks, int room) noexcept nogil
+cdef const char *kept(bytes text)
 cdef void write_text(int descriptor, const char *text) noexcept nogil
 cdef void dump(int descriptor, int rank, int64_t n) noexcept nogil
 cdef bint shows_stacks() noexcept nogil

@@ -77,6 +77,7 @@ cdef Error *allreduce_symmetric(Frame *frame) noexcept nogil:
     cdef Buffer *x = ffi_arg(frame, 0)
     cdef int64_t n = x.dims[x.rank - 1]
     cdef int64_t total = ffi_count(x)
+    cdef int64_t sent = total // max(n, 1) * (n + 1) // 2   # upper triangles with their diagonals
     cdef Job job = job_of(frame, ALLREDUCE, comm, x, ffi_int(frame, 2), 0, ffi_int(frame, 0))
     cdef int64_t i
     cdef int code = 0
@@ -87,13 +88,13 @@ cdef Error *allreduce_symmetric(Frame *frame) noexcept nogil:
     job.src = <char *> x.data
     job.dst = <char *> ffi_ret(frame, 0).data
     cdef Visit visit
-    if not enter(frame, ALLREDUCE, comm, total, NO_PEER, job.op, NEVER, &visit, &error):
+    if not enter(frame, ALLREDUCE, comm, sent, NO_PEER, job.op, NEVER, &visit, &error):
         return error
     job.lane = &visit.lane
     code = leave(&visit, run(&job))
     for i in range(total // (n * n)):
         mirror(job.dst + i * n * n * job.item, n, job.dtype, job.item)
-    return check(frame, ALLREDUCE, code, comm, total, NO_PEER)
+    return check(frame, ALLREDUCE, code, comm, sent, NO_PEER)
 
 
 # chunk, comm, op

@@ -12,8 +12,8 @@ from libc.string cimport memset, strcmp
 
 from distsolve.mpi.native.abi cimport ABORT, Comm, abort_t, address, constants, find_comm
 from distsolve.mpi.native.recorder cimport (
-    KEPT, Entry, clock_now, describe, dump, last_sequence, ranks_like, read_entry, shows_stacks,
-    write_text,
+    KEPT, Entry, clock_now, describe, dump, kept, last_sequence, ranks_like, read_entry,
+    shows_stacks, write_text,
 )
 from distsolve.mpi.native.threads cimport pthread_detach, pthread_t, start_thread
 
@@ -50,6 +50,10 @@ cdef extern from "<signal.h>" nogil:
     int kill(int pid, int number)
 
 
+cdef extern from "Python.h":
+    int Py_AtExit(void (*function)() noexcept)
+
+
 cdef extern from "<unistd.h>" nogil:
     int getpid()
     void _exit(int status)
@@ -83,6 +87,9 @@ cdef Place *places = NULL
 cdef int64_t question = 0       # the round that is being answered
 cdef Packet *answers = NULL     # of the ranks of the communicator in question, or NULL
 cdef const Comm *asked = NULL
+cdef int exit_grace = 0         # milliseconds that MPI_Finalize may take after a failure
+cdef int exit_status = 1
+cdef const char *exit_line = NULL
 cdef bint lower_asks = False    # whether a lower rank has asked since this one became overdue
 
 
@@ -314,6 +321,32 @@ cdef void *watch(void *unused) noexcept nogil:
             reported = entry.sequence
         else:
             left_to_others = entry.sequence
+
+
+cdef void *wait_for_finalize(void *unused) noexcept nogil:
+    """What another thread does, unless the process ends before."""
+    sleep_milliseconds(exit_grace)
+    write_text(STDERR, exit_line)
+    _exit(exit_status)
+    return NULL
+
+
+cdef void start_waiting() noexcept:
+    cdef pthread_t thread
+    if start_thread(&thread, wait_for_finalize) == 0:
+        pthread_detach(thread)
+
+
+def limit_finalize(double seconds, int status, bytes line):
+    """End this process, and with it the job, if MPI_Finalize takes more than so many seconds.
+
+    Not by MPI_Abort: in MPI_Finalize there may be no communicator any more. The time begins when
+    Python has come to its end: what is registered last is called first, and mpi4py finalises MPI by
+    the same means.
+    """
+    global exit_grace, exit_status, exit_line
+    exit_grace, exit_status, exit_line = <int> (seconds * 1e3), status, kept(line)
+    Py_AtExit(start_waiting)
 
 
 def start(int this_rank, int n_ranks, uint64_t own_token):

@@ -23,8 +23,8 @@ from distsolve.mpi.native import device as native
 STAGING_BYTES = 16 << 20
 # At least a tile of `moments.pyx`.
 MIN_STAGING, MAX_STAGING = 64 << 10, 1 << 30
-# Bytes from which MPI is given device memory: at any size, or never.
-ALWAYS, NEVER = 0, 2**62
+# Bytes from which MPI is given device memory: as the first calls of a size say, at any size, never.
+AUTO, ALWAYS, NEVER = -1, 0, 2**62
 PROBE_SECONDS = 120
 ROADS = ("auto", "direct", "staged")
 GPU_PLATFORMS = {"cuda", "rocm", "gpu"}
@@ -174,13 +174,13 @@ def road(probing: bool = True) -> Road:
             "direct from that many bytes on."
         )
     if _loaded is None:
-        return Road(ALWAYS, "no GPU")
+        return Road(AUTO, "no GPU")
     if name != "auto":
         reason = f"DISTSOLVE_GPU_MPI={wanted}"
         return Road(int(size or ALWAYS) if name == "direct" else NEVER, reason)
     if _road is not None:
         return _road
-    return probe() if probing else Road(ALWAYS, "another rank of this node tried")
+    return probe() if probing else Road(AUTO, "another rank of this node tried")
 
 
 def keep(direct_from: int, reason: str) -> None:
@@ -210,7 +210,7 @@ def probe(command: tuple[str, ...] = (sys.executable, "-m", "distsolve.mpi.probe
     except subprocess.TimeoutExpired:
         return Road(NEVER, f"MPI did not answer with device memory within {PROBE_SECONDS} s")
     if child.returncode == 0:
-        return Road(ALWAYS, "MPI moved 4 MiB of device memory right")
+        return Road(AUTO, "MPI moved 4 MiB of device memory right; by size, as first calls say")
     said = (child.stdout + child.stderr).strip().splitlines()
     why = said[-1] if said else "nothing said"
     return Road(NEVER, f"MPI does not take device memory (exit code {child.returncode}: {why})")

@@ -224,6 +224,10 @@ void *fake_stream(long delay_us) {
 
 void fake_delay(struct stream *stream, long delay_us) { stream->delay_us = delay_us; }
 
+static int copies;
+
+int fake_copies(void) { return copies; }
+
 static void queue(struct stream *stream, char *to, const char *from, size_t size, char *owned) {
   struct work *work = calloc(1, sizeof(struct work));
   if (to == NULL || from == NULL) return;
@@ -272,6 +276,7 @@ static int rightly_used(struct stream *stream) {
 int cuMemcpyDtoHAsync_v2(void *host, const void *device, size_t size, struct stream *stream) {
   FAIL_IF_ORDERED;
   require_pinned(host, size);
+  ++copies;
   if (rightly_used(stream)) queue(stream, host, on_device(device, size), size, NULL);
   return 0;
 }
@@ -279,6 +284,7 @@ int cuMemcpyDtoHAsync_v2(void *host, const void *device, size_t size, struct str
 int cuMemcpyHtoDAsync_v2(void *device, const void *host, size_t size, struct stream *stream) {
   FAIL_IF_ORDERED;
   require_pinned(host, size);
+  ++copies;
   if (rightly_used(stream)) queue(stream, on_device(device, size), host, size, NULL);
   return 0;
 }

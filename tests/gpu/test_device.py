@@ -279,6 +279,27 @@ def test_device_memory_for_an_mpi_that_takes_it(gpu):
         gpu.library.fake_unprotect(0)
 
 
+def test_the_quicker_road_is_taken(gpu):
+    # Six calls of a size are timed, in turn: with the driver this slow, the direct road wins.
+    gpu.library.fake_unprotect(1)
+    road(device.AUTO)
+    gpu.set_delay(2000)
+    params = {"comm": resolve().id, **reduction(table.allreduce)}
+    copies = []
+    try:
+        for number in range(9):
+            before = gpu.library.fake_copies()
+            x = numbers(100, seed=number)
+            check(gpu, table.allreduce, [x], **params)
+            copies.append(gpu.library.fake_copies() - before)
+            mpi.barrier()
+    finally:
+        gpu.library.fake_unprotect(0)
+    agree(copies == [0, 2, 0, 2, 0, 2, 0, 0, 0], str(copies))
+    ((size, (direct, staged)),) = abi.trials(resolve().id).items()
+    agree(size == 1024 and 0 < direct < staged, f"{size} {direct} {staged}")
+
+
 FAILING = [
     "cuStreamGetCtx",
     "cuCtxPushCurrent_v2",

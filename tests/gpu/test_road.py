@@ -36,7 +36,7 @@ def test_nothing_is_looked_for_without_a_plugin(monkeypatch):
     monkeypatch.setattr(device, "open_library", lambda name: pytest.fail(f"{name} was loaded"))
     device.load({"distsolve_allreduce": None})
     assert device.find() is None
-    assert device.road() == device.Road(device.ALWAYS, "no GPU")
+    assert device.road() == device.Road(device.AUTO, "no GPU")
 
 
 def test_nothing_is_registered_without_a_driver(with_driver, monkeypatch):
@@ -72,7 +72,7 @@ def test_one_rank_of_a_node_tries_and_the_answer_is_kept(with_driver, monkeypatc
     answer = device.Road(device.NEVER, "tried")
     monkeypatch.setattr(device, "probe", lambda: tried.append(1) or answer)
     device.find()
-    assert device.road(probing=False).direct_from == device.ALWAYS  # it forbids nothing
+    assert device.road(probing=False).direct_from == device.AUTO  # it forbids nothing
     assert device.road() == answer
     device.keep(device.NEVER, "agreed")
     assert device.road() == device.Road(device.NEVER, "agreed")
@@ -96,7 +96,7 @@ def test_sizes_of_staging_memory_that_cannot_be(monkeypatch, text):
 @pytest.mark.parametrize(
     ("program", "direct_from", "reason"),
     [
-        ("", device.ALWAYS, "MPI moved 4 MiB of device memory right"),
+        ("", device.AUTO, "MPI moved 4 MiB of device memory right; by size, as first calls say"),
         ("print('wrong'); raise SystemExit(1)", device.NEVER, "(exit code 1: wrong)"),
         ("import os; os.abort()", device.NEVER, "(exit code -6: nothing said)"),
         ("import time; time.sleep(60)", device.NEVER, "did not answer with device memory within"),

@@ -6,7 +6,7 @@
 from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport calloc, malloc
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from distsolve.mpi.native.threads cimport count_up
 
@@ -197,6 +197,13 @@ def set_road(int64_t comm_id, int64_t direct_from, int64_t staging):
     cdef Comm *comm = find_comm(comm_id)
     if comm != NULL:
         comm.direct_from, comm.staging = direct_from, staging
+        memset(comm.trials, 0, sizeof(comm.trials))
+
+
+def trials(int64_t comm_id):
+    """Sizes in device memory that were timed: below so many bytes, seconds direct and staged."""
+    cdef Comm *comm = &comm_blocks[comm_id // BLOCK][comm_id % BLOCK]
+    return {1 << i: tuple(comm.trials[i].seconds) for i in range(62) if comm.trials[i].calls > 1}
 
 
 def add_status(int64_t status_id, pointer):

@@ -2,13 +2,13 @@
 
 from libc.stdint cimport int64_t
 
-from distsolve.mpi.native.abi cimport Comm
+from distsolve.mpi.native.abi cimport Comm, Trial
 from distsolve.mpi.native.ffi cimport Buffer, Frame
 
 # Whether MPI may be given device memory, where that is not a number of bytes: see `open_lane`.
 cdef enum:
-    NO_DATA = -2        # the handler opens a lane of its own
-    NEVER = -1
+    NO_DATA = -3        # the handler opens a lane of its own
+    NEVER = -2
     ALWAYS = 0x1000000000000000
 
 # Memory that a driver copies to and from without detours, in two halves, and the event behind the
@@ -24,6 +24,9 @@ cdef struct Lane:
     Staging *staging
     int64_t room            # bytes in a half of it, the same on all ranks
     bint staged             # MPI must not see device memory
+    const Comm *comm
+    Trial *trial            # of a call that is timed, or NULL
+    double began
 
 cdef int open_lane(Frame *frame, const Comm *comm, int64_t direct, Lane *lane) noexcept nogil
 cdef int close_lane(Lane *lane, int code) noexcept nogil

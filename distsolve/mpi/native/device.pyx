@@ -17,20 +17,36 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc
 from libc.string cimport memcpy, memset
 
-from distsolve.mpi.native.abi cimport ERR_DRIVER, ERR_NO_MEM, Comm
+from distsolve.mpi.native.abi cimport (
+    ALLREDUCE, ERR_DRIVER, ERR_NO_MEM, MAX, Comm, Trial, address, combine_t, constants, mpi_op,
+    mpi_type,
+)
 from distsolve.mpi.native.ffi cimport (
-    Buffer, Frame, ffi_bytes, ffi_carry, ffi_on_device, ffi_stream, pthread_mutex_init,
-    pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
+    XLA_FFI_DataType_F64, Buffer, Frame, ffi_bytes, ffi_carry, ffi_on_device, ffi_stream,
+    pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
 )
 
 
 cdef extern from *:
     """
+    #include <time.h>
+
     #define DRIVER_TEXT 256
     static __thread char driver_text[DRIVER_TEXT];  /* of this thread's last error */
+
+    /* Sizes between two powers of two are alike. */
+    static int size_class(int64_t nbytes) { return nbytes ? 64 - __builtin_clzll(nbytes) : 0; }
+
+    static int64_t clock_now(void) {
+      struct timespec time;
+      clock_gettime(CLOCK_MONOTONIC, &time);
+      return time.tv_sec * (int64_t)1000000000 + time.tv_nsec;
+    }
     """
     const int DRIVER_TEXT
     char *driver_text
+    int size_class(int64_t nbytes) nogil
+    int64_t clock_now() nogil
 
 
 # One entry per function of a driver; it indexes `functions` and the tables of ``device.py``.
@@ -41,6 +57,8 @@ cdef enum Function:
     N_FUNCTIONS
 
 cdef enum:
+    AUTO = -1           # a communicator's `direct_from`
+    TRIALS = 6          # calls of a size that are timed, on the two roads in turn
     PORTABLE = 1        # pinned memory, for all contexts
     NO_TIMING = 2       # of an event
 
@@ -206,6 +224,37 @@ cdef int give_staging(Lane *lane) noexcept nogil:
     return 0
 
 
+cdef void choose_road(Lane *lane, int64_t direct) noexcept nogil:
+    cdef Trial *trial
+    if direct < 0 or direct >= ALWAYS or lane.comm.direct_from != AUTO:
+        lane.staged = direct < lane.comm.direct_from
+        return
+    trial = <Trial *> &lane.comm.trials[size_class(direct)]
+    if trial.calls < TRIALS:
+        lane.trial, lane.staged = trial, trial.calls % 2 == 1
+        lane.began = clock_now()
+    else:
+        lane.staged = trial.staged
+
+
+cdef int finish_trial(Lane *lane) noexcept nogil:
+    """Note how long a call took; after the last one all ranks choose what was quicker for all."""
+    cdef Trial *trial = lane.trial
+    cdef double seconds
+    cdef double *best = &trial.seconds[1 if lane.staged else 0]
+    cdef int code = synchronize(lane)
+    seconds = (clock_now() - lane.began) * 1e-9
+    if trial.calls < 2 or seconds < best[0]:
+        best[0] = seconds
+    trial.calls += 1
+    if code == 0 and trial.calls == TRIALS:
+        code = (<combine_t> address[<int> ALLREDUCE])(
+            constants.in_place, trial.seconds, 2, mpi_type(XLA_FFI_DataType_F64), mpi_op(MAX),
+            lane.comm.handle)
+        trial.staged = trial.seconds[1] < trial.seconds[0]
+    return code
+
+
 cdef int open_lane(Frame *frame, const Comm *comm, int64_t direct, Lane *lane) noexcept nogil:
     """Begin a call, behind all that the stream computes.
 
@@ -229,7 +278,8 @@ cdef int open_lane(Frame *frame, const Comm *comm, int64_t direct, Lane *lane) n
         return code
     code = synchronize(lane)
     code = code or take_staging(lane)
-    lane.room, lane.staged = comm.staging, direct < comm.direct_from
+    lane.comm, lane.room = comm, comm.staging
+    choose_road(lane, direct)
     if code != 0:
         leave_context()
     return code
@@ -246,6 +296,8 @@ cdef int close_lane(Lane *lane, int code) noexcept nogil:
     cdef int given
     if lane.stream == NULL:
         return code
+    if code == 0 and lane.trial != NULL:
+        code = finish_trial(lane)
     given = give_staging(lane)
     leave_context()
     return code if code != 0 else given

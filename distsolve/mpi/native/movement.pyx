@@ -9,7 +9,7 @@ from libc.stdlib cimport free, malloc
 
 from distsolve.mpi.native.abi cimport (
     ALLGATHER, ALLGATHERV, ALLREDUCE, ALLTOALL, ALLTOALLW, BARRIER, ERR_NO_MEM, GATHER, GATHERV,
-    SCATTER, SCATTERV, Call, Comm, address, allgatherv_t, barrier_t, combine_t, constants,
+    MAX, SCATTER, SCATTERV, Call, Comm, address, allgatherv_t, barrier_t, combine_t, constants,
     count_call, exchange_t, gatherv_t, mpi_op, mpi_type, rooted_t, scatterv_t,
 )
 from distsolve.mpi.native.calls cimport NO_OP, NO_PEER, Visit, check, enter, leave, ready
@@ -21,10 +21,6 @@ from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_S64, Buffer, Error, Frame, capsule, ffi_arg, ffi_bytes, ffi_count, ffi_int,
     ffi_ints, ffi_item, ffi_ret,
 )
-
-
-cdef enum:
-    MAX = 3         # the operation's number in `operations.py`
 
 cdef int64_t row_bytes(const Buffer *buffer) noexcept nogil:
     """Bytes in one element of the leading axis."""

@@ -129,25 +129,7 @@ class Device:
         if in_place:
             for given, made in spec.aliases(avals, [a for _, a in results], params).items():
                 results[made] = (operands[given][0], results[made][1])
-        values = [params[name] for name in spec.attributes] + [
-            sites.UNKNOWN,
-            0,
-            1,
-        ]  # where, within, xla_device
-        numbers = [np.atleast_1d(np.asarray(value, np.int64)) for value in values]
-        lengths = [len(value) if isinstance(value, tuple) else -1 for value in values]
-        error = self.library.fake_call(
-            _function(spec.name),
-            ctypes.c_void_p(self.stream),
-            _buffers(operands),
-            len(operands),
-            _buffers(results),
-            len(results),
-            (ctypes.c_void_p * len(values))(*(number.ctypes.data for number in numbers)),
-            (ctypes.c_int * len(values))(*lengths),
-            len(values),
-        )
-        return results, None if error is None else ctypes.string_at(error).decode()
+        return results, _call(spec, operands, results, self.stream, params)
 
     def run_on_one_rank(
         self, spec: OpSpec, operands: Sequence[np.ndarray], in_place: bool = True, **params: Any
@@ -185,6 +167,42 @@ def bind(staging: int = STAGING, mutants: dict[str, str] | None = None) -> None:
         },
         staging,
     )
+
+
+def run_on_host(spec: OpSpec, operands: Sequence[np.ndarray], **params: Any) -> list[np.ndarray]:
+    """Call the handler of a row on host memory, and return its results."""
+    avals = [ShapedArray(x.shape, x.dtype) for x in operands]
+    results = [np.zeros(aval.shape, aval.dtype) for aval in spec.outputs(avals, params)]
+    kept = [np.ascontiguousarray(x) for x in operands]
+    buffers = [
+        [(x.ctypes.data, ShapedArray(x.shape, x.dtype)) for x in arrays]
+        for arrays in (kept, results)
+    ]
+    error = _call(spec, *buffers, None, params)
+    agree(error is None, str(error))
+    return results
+
+
+def _call(
+    spec: OpSpec, operands: Sequence[Any], results: Sequence[Any], stream: Any, params: dict
+) -> str | None:
+    """Call a handler with a frame made by hand; return its error's text."""
+    values = [params[name] for name in spec.attributes]
+    values += [sites.UNKNOWN, 0, int(stream is not None)]  # where, within, xla_device
+    numbers = [np.atleast_1d(np.asarray(value, np.int64)) for value in values]
+    lengths = [len(value) if isinstance(value, tuple) else -1 for value in values]
+    error = driver().fake_call(
+        _function(spec.name),
+        ctypes.c_void_p(stream),
+        _buffers(operands),
+        len(operands),
+        _buffers(results),
+        len(results),
+        (ctypes.c_void_p * len(values))(*(number.ctypes.data for number in numbers)),
+        (ctypes.c_int * len(values))(*lengths),
+        len(values),
+    )
+    return None if error is None else ctypes.string_at(error).decode()
 
 
 def _function(name: str) -> ctypes.c_void_p:

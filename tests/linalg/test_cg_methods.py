@@ -12,7 +12,7 @@ from linalg.solves import check, counted, layout, same_everywhere
 from spmd import agree, assert_allclose, ranks
 
 from distsolve import mpi
-from distsolve.linalg import Sharded, cg
+from distsolve.linalg import Reason, Sharded, cg
 from distsolve.linalg.krylov import cg_pipelined, cg_single_reduction
 
 METHODS = {"single_reduction": cg_single_reduction.COST, "pipelined": cg_pipelined.COST}
@@ -47,6 +47,26 @@ def test_known_values(method):
     x, info = solve(jnp.diag(jnp.array([4.0, 1, -0.1])), jnp.array([1.0, 1, 0.1]))
     agree(info.reason_name == "indefinite_operator" and int(info.iterations) > 0, info.message)
     agree(bool(jnp.isfinite(x).all()), f"{x}")
+
+
+@pytest.mark.once
+def test_an_indefinite_operator_is_seen(method):
+    random, count, n = np.random.default_rng(6), 60, 8
+    basis, _ = np.linalg.qr(random.standard_normal((count, n, n)))
+    values = 10 ** random.uniform(-3, 0, (count, n))
+    values[:, 0] *= -10 ** -random.uniform(0, 2, count)  # one of many, mostly small
+    A = np.einsum("kij,kj,klj->kil", basis, values, basis)
+    b = random.standard_normal((count, n))
+
+    @jax.vmap
+    def solve(A, b, scale):  # M brings back a scale that leaves no room for squares
+        return cg(A, b, M=lambda r: scale * r, tol=1e-6, maxiter=200, method=method)
+
+    for factor in (1.0, 1e25, 1e-25):
+        scale = jnp.full(count, 1 / factor, jnp.float32)
+        x, info = solve(jnp.float32(A * factor), jnp.float32(b), scale)
+        agree(bool((info.reason == Reason.INDEFINITE_OPERATOR).all()), f"{info.reason}")
+        agree(bool(jnp.isfinite(x).all() & (info.breakdown < 0).all()), f"{info.breakdown}")
 
 
 def test_preconditioner(method):

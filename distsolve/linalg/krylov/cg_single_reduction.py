@@ -1,12 +1,15 @@
 """Conjugate gradients with all inner products of a step in one reduction.
 
-The product ``<p, A p>`` is not measured: A is applied to ``z = M r``, and by conjugacy
+A is applied to ``z = M r``, and what the next step divides by follows from products with it:
 
-    <p+, A p+> = <z, A z> - beta^2 <p, A p>,   A p+ = A z + beta A p   for   p+ = z + beta p.
+    <p+, A p+> = <z, A z> + 2 beta <z, A p> + beta^2 <p, A p>   for   p+ = z + beta p,
 
-Reference: Chronopoulos and Gear (1989), doi:10.1016/0377-0427(89)90045-9. Ours: M and A are scaled
-by powers of two to a size of 1, no step is taken on a product that is not positive, and where the
-difference is not, the method begins anew from ``p+ = z``, whose product is measured.
+and ``A p+ = A z + beta A p``. By conjugacy the second term is -2 beta^2 <p, A p>; measured, it
+leaves no other error than rounding, so that a sum below zero shows an indefinite operator.
+
+Reference: Chronopoulos and Gear (1989), doi:10.1016/0377-0427(89)90045-9. Ours: the second term, M
+and A are scaled by powers of two to a size of 1, no step is taken on a product that is not
+positive, and where the sum is lost in rounding the method begins anew from ``p+ = z``.
 """
 
 from typing import Any, NamedTuple
@@ -91,15 +94,15 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
     r = trees.axpy(-alpha, s, r)
     z = r if M is None else M(r)
     w = A(z)
-    rz_new, zAz, rr_new = space.dot((r, z), (z, w), (r, r))
+    rz_new, zAz, zAp, rr_new = space.dot((r, z), (z, w), (z, s), (r, r))
 
     # Agree before x moves: a step that fails on one rank must move nothing on any. The products
     # travel, too: `conjugate` begins anew or not, and all ranks must do the same.
     event = judge(pAp, rz_new, rr, rr_new, aim)
-    event, rz_new, zAz, rr_new = decide(space, event, rz_new, zAz, rr_new)
+    event, rz_new, zAz, zAp, rr_new = decide(space, event, rz_new, zAz, zAp, rr_new)
     x = trees.axpy(jnp.where(event < Reason.INDEFINITE_OPERATOR, alpha, 0), p, x)
 
-    beta, pAp_new = conjugate(trees.safe_ratio(rz_new, rz), zAz, pAp)
+    beta, pAp_new = conjugate(trees.safe_ratio(rz_new, rz), zAz, zAp, pAp)
     p, s = trees.axpy(beta, order.after(x, p), z), trees.axpy(beta, s, w)
     breakdown = units.breakdown(pAp, rz_new)
     estimates = ritz.update(estimates, alpha * units.A * units.M, beta)
@@ -109,7 +112,7 @@ def step(A: Any, M: Any, aim: driver.Aim, space: Space, state: State) -> State:
 def units_of(z: Any, M: Any, rz: jax.Array, zAz: jax.Array, rr: jax.Array) -> Units:
     """Return the units of a cycle from the products at its start, where ``z = M r``."""
     size = jnp.ones_like(rr) if M is None else size_of(z, rz, rr)
-    length = rz / zAz * size
+    length = jnp.abs(rz / zAz) * size
     return Units(*(trees.power_of_two(jnp.sqrt(unit), z) for unit in (length, 1 / size)))
 
 
@@ -123,17 +126,19 @@ def attainable(aim: driver.Aim) -> driver.Aim:
     return aim._replace(target=target, floor=floor)
 
 
-def conjugate(beta: jax.Array, zAz: jax.Array, pAp: jax.Array) -> tuple[jax.Array, jax.Array]:
+def conjugate(
+    beta: jax.Array, zAz: jax.Array, zAp: jax.Array, pAp: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return ``beta`` and ``<p+, A p+>`` for ``p+ = z + beta p``, with ``beta`` 0 in case of doubt.
 
-    A difference within the rounding of its terms says nothing of the length of the step. One that
-    is negative says nothing of the operator: where the residual is mostly rounding, directions are
-    not conjugate. Only a product that was measured can prove an operator indefinite.
+    A sum within the rounding of its terms says neither how long the step is nor that the operator
+    is indefinite. The product of ``z`` alone, which was measured, may.
     """
-    difference = zAz - beta * beta * pAp
-    doubtful = difference <= 64 * jnp.finfo(zAz.dtype).eps * jnp.abs(zAz)
+    terms = jnp.stack([zAz, 2 * beta * zAp, beta * beta * pAp])
+    total = terms.sum(0)
+    doubtful = jnp.abs(total) <= 64 * jnp.finfo(zAz.dtype).eps * jnp.abs(terms).sum(0)
     beta = jnp.where(doubtful, jnp.zeros_like(beta), beta)
-    return beta, jnp.where(doubtful, zAz, difference)
+    return beta, jnp.where(doubtful, zAz, total)
 
 
 def answer(M: Any, space: Space, state: State) -> Any:

@@ -299,7 +299,9 @@ def _run(method, problem, b, x0, stop, started, wanted):
     problem = problem._replace(damp=packed[-1])
     # The size that `open` tells is that of b; x is another one.
     size = columns.size(x0) if stop.maxiter is None else None
-    limits = Limits.agreed(packed[:-1], rhs_norm, size, stop)
+    # Next to a zero right-hand side nothing is small: with damping the start is the measure.
+    measure = jnp.where(rhs_norm == 0, residual_norm, rhs_norm)
+    limits = Limits.agreed(packed[:-1], measure, size, stop)
     if started:  # without damping the solution of a zero system is zero
         zero_rhs = (rhs_norm == 0) & (problem.damp == 0)
         x0, r = trees.select(zero_rhs, (trees.zeros_like(x0), b), (x0, r))

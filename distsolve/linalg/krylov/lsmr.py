@@ -241,7 +241,8 @@ def lsmr(
         Weight of ``||x - x0||``.
     tol, atol : float
         Stop, as converged, at ``||b - A x|| <= max(tol ||b||, atol)``, or where the equation above
-        holds to ``tol ||A|| ||b - A x||``. With both 0, exactly ``maxiter`` steps are taken.
+        holds to ``tol ||A|| ||b - A x||``; for ``b = 0`` with damping ``||A x0||`` stands for
+        ``||b||``. With both 0, exactly ``maxiter`` steps are taken.
     maxiter : int, optional
         The most steps; ten times the global number of unknowns by default.
     space : Space

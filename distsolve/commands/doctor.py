@@ -151,16 +151,7 @@ class Report:
             "versions": first["versions"],
             "package": first["package"],
             "mpi": first["mpi"],
-            "nodes": [
-                {
-                    "name": name,
-                    "ranks": ranks,
-                    "cores": sorted(findings.cores_of(everyone, ranks)),
-                    "threads": everyone[ranks[0]]["threads"],
-                    "cpu": everyone[ranks[0]]["cpu"],
-                }
-                for name, ranks in findings.by_node(everyone).items()
-            ],
+            "nodes": findings.nodes(everyone),
             "gpu": {"plugins": plugins, "driver": first["driver"]},
             "extras": facts.extras(),
             "environment": first["environment"],

@@ -43,6 +43,20 @@ def cores_of(facts: list[Facts], ranks: list[int]) -> set[int]:
     return set().union(*(facts[rank]["cores"] for rank in ranks))
 
 
+def nodes(facts: list[Facts]) -> list[dict[str, Any]]:
+    """Return each node with its ranks, cores, threads per rank and CPU."""
+    return [
+        {
+            "name": name,
+            "ranks": ranks,
+            "cores": sorted(cores_of(facts, ranks)),
+            "threads": facts[ranks[0]]["threads"],
+            "cpu": facts[ranks[0]]["cpu"],
+        }
+        for name, ranks in by_node(facts).items()
+    ]
+
+
 def threads_of(mine: Facts) -> int:
     """Return how many threads a rank may keep busy at a time."""
     return max(mine["threads"].values())

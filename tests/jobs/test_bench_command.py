@@ -1,0 +1,284 @@
+"""`python -m distsolve bench`: what it measures, what it keeps, and how runs come together."""
+
+import csv
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import asdict, replace
+
+import jax
+import numpy as np
+import pytest
+import scipy.sparse
+from launch import job_environment, run_ranks
+from run import QUICK, compiles_quickly
+
+from distsolve.commands import bench
+from distsolve.commands.bench import cases, points, report
+from distsolve.commands.together import InputError
+
+pytestmark = pytest.mark.once
+EDGE, SAMPLES, PARAMETERS, REPEATS = 7, 31, 12, 3
+CONDITIONS = {
+    "date": "2020-02-03T04:05:06.789+00:00",
+    "ranks": 1,
+    "nodes": [{"cpu": "Z80", "threads": {"XLA": 1}}],
+    "device": "cpu",
+    "mpi": {"library": "MPI 7"},
+    "versions": {"jax": "0.10"},
+    "environment": {},
+}
+# The last run is interrupted on one rank, once its first size is done.
+PROGRAM = f"""
+import os, signal, sys
+import numpy as np
+from distsolve import mpi
+from distsolve.__main__ import main
+from distsolve.commands.bench import cases, report
+
+def bench(*args):
+    try:
+        return main(["bench", *args, "--output", sys.argv[1], "--repeats", "{REPEATS}"])
+    except SystemExit as end:
+        return end.code
+
+assert bench("cg", "--sizes", "{EDGE}") == 0
+assert bench("poisson", "--sizes", "{EDGE}", "--weak", "--method", "pipelined", "--quiet") == 0
+assert bench("sr", "--sizes", "{SAMPLES}", "--parameters", "{PARAMETERS}") == 0
+assert bench("poisson", "--sizes", "1") == 2
+if mpi.rank() == 0:
+    data = {{
+        "plane": cases._normal(0, {EDGE}, {EDGE}),
+        "box": cases._normal(0, 2 * {EDGE}, {EDGE}, {EDGE}),
+        "J": cases._normal(0, {SAMPLES}, {PARAMETERS}),
+        "energies": cases._normal(0, {SAMPLES}, stream=1),
+    }}
+    np.savez(sys.argv[1] + "/data.npz", **data)
+
+def write(*args, write=report.write):
+    write(*args)
+    os.kill(os.getpid(), signal.SIGINT)
+
+report.write = write
+assert bench("allreduce", "--sizes", "4", "4000", "8") == 130
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What a job of two ranks leaves: its folder and its output."""
+    folder = tmp_path_factory.mktemp("bench") / "made" / "anew"
+    flags = {"XLA_FLAGS": QUICK.strip()} if compiles_quickly(sys.executable) else {}
+    return folder, run_ranks(PROGRAM, np=2, timeout=150, args=[str(folder)], env=flags).check()
+
+
+def conjugate_gradients(A, b, tol):
+    """Count the steps of the textbook's method."""
+    r = p = b
+    steps, rr = 0, b @ b
+    while rr > tol**2 * (b @ b):
+        Ap = A @ p
+        r = r - rr / (p @ Ap) * Ap
+        rr, before = r @ r, rr
+        p = r + rr / before * p
+        steps += 1
+    return steps
+
+
+def laplacian(*shape, shift=0.0):
+    """The second differences along each axis."""
+    A = shift * scipy.sparse.eye_array(int(np.prod(shape)))
+    for axis, n in enumerate(shape):
+        D = scipy.sparse.diags_array([-1.0, 2.0, -1.0], offsets=[-1, 0, 1], shape=(n, n))
+        others = [scipy.sparse.eye_array(m) for m in shape]
+        others[axis] = D
+        whole = others[0]
+        for factor in others[1:]:
+            whole = scipy.sparse.kron(whole, factor)
+        A = A + whole
+    return A.tocsr()
+
+
+def expected_steps(data):
+    plane, box, J, energies = (data[name] for name in ("plane", "box", "J", "energies"))
+    J = J * np.logspace(0, -cases.SR_RANGE, PARAMETERS)
+    J = J - J.mean(0)
+    S = J.T @ J / SAMPLES + cases.SR_SHIFT * np.eye(PARAMETERS)
+    return {
+        "cg": conjugate_gradients(laplacian(*plane.shape, shift=cases.SHIFT), plane.ravel(), 1e-8),
+        "poisson": conjugate_gradients(laplacian(*box.shape), box.ravel(), 1e-8),
+        "sr": conjugate_gradients(S, J.T @ (energies - energies.mean()) / SAMPLES, 1e-6),
+    }
+
+
+def test_two_ranks(measured):
+    folder, done = measured
+    found = {point.case: point for run in report.read(folder) for point in run.points}
+    assert list(found) == ["cg", "poisson", "sr", "allreduce"]
+    for point in found.values():
+        assert (point.ranks, point.repeats) == (2, REPEATS)
+        assert 0 < point.lower <= point.seconds <= point.upper
+        assert 0 < point.minimum <= point.average <= point.seconds
+        assert point.wait > 0
+        assert point.transfer > 0
+        assert point.compute + point.wait + point.transfer == pytest.approx(point.seconds)
+    assert found["poisson"].key == ("poisson", "weak", EDGE, "pipelined, tol 1e-08")
+    assert found["sr"].key == ("sr", "strong", SAMPLES, f"{PARAMETERS} parameters, tol 1e-06")
+    for name, steps in expected_steps(np.load(folder / "data.npz")).items():
+        assert abs(found[name].steps - steps) <= 1
+    assert done.stdout.count("distsolve bench: 2 ranks on 1 node") == 4
+    assert f"{EDGE} {found['cg'].steps:>10} {1e3 * found['cg'].seconds:10.4f} " in done.stdout
+    assert "repeats" in done.stderr  # the progress bar
+    assert "Traceback" not in done.stderr
+    (fault,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert fault.startswith("error: --sizes 1 of poisson: expected at least 2, one for each rank")
+
+
+def test_ctrl_c_on_one_rank_keeps_what_is_done(measured):
+    folder, done = measured
+    (run,) = (run for run in report.read(folder) if run.points[0].case == "allreduce")
+    assert [point.size for point in run.points] == [4]
+    assert "stopped after 1 of 3 sizes" in done.stderr
+    assert (folder / "allreduce.png").exists()
+
+
+def test_files_of_a_run(measured):
+    folder, _ = measured
+    path = min(folder.glob("bench-2ranks-*.json"))
+    content = json.loads(path.read_text())
+    conditions = content["conditions"]
+    assert conditions["ranks"] == len(conditions["nodes"][0]["ranks"]) == 2
+    assert conditions["nodes"][0]["cpu"]
+    assert conditions["versions"]["jax"] == jax.__version__
+    assert sys.executable in conditions["command"]
+    (row,) = csv.DictReader(path.with_suffix(".csv").open())
+    assert row == {name: str(value) for name, value in content["points"][0].items()}
+    assert not list(folder.glob("*.part"))
+
+
+def point(ranks, seconds, scaling="strong", case="cg", steps=40, size=64):
+    parts = 0.5 * seconds, 0.125 * seconds, 0.375 * seconds
+    around = 0.875 * seconds, 1.5 * seconds
+    return points.Point(
+        case, scaling, size, "x", ranks, steps, 5, seconds, *around, seconds, seconds, *parts
+    )
+
+
+def save(folder, date, *measured, **changed):
+    conditions = CONDITIONS | changed | {"date": f"2020-02-03T04:05:0{date}.000+00:00"}
+    report.write(folder, report.Run(conditions | {"ranks": measured[0].ranks}, list(measured)))
+
+
+def test_merging_needs_no_mpi_and_computes_efficiency(tmp_path):
+    save(tmp_path, 1, point(2, 0.008), point(2, 0.5, "weak"), point(2, 3e-6, "", "allreduce"))
+    save(tmp_path, 2, point(8, 0.004, steps=41), point(8, 0.625, "weak"))
+    save(tmp_path, 3, point(8, 7e-6, "", "allreduce"), point(8, 0.25, size=65))
+    save(tmp_path, 0, point(8, 99.0), versions={"jax": "0.9"})  # older than the other on 8 ranks
+    env = job_environment("mpich", 1) | {"MPI4PY_LIBMPI": "/absent", "MPI4PY_MPIABI": "mpich"}
+    command = [sys.executable, "-m", "distsolve", "bench", "--merge", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    quarters = "50%", "12%", "38%"
+    assert ["2", "100.0%", "40", "8.0000", "7-12", *quarters] in rows
+    assert ["8", "50.0%", "41", "4.0000", "3.5-6", *quarters] in rows
+    assert ["8", "80.0%", "40", "625.0000", "546.9-937.5", *quarters] in rows
+    assert ["64", "3.00", "7.00"] in rows
+    assert "edge 65" not in done.stdout  # on 8 ranks only
+    assert "WARN  the runs differ in jax: 0.9; 0.10" in done.stdout
+    for name in ("cg-strong", "cg-weak", "allreduce"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    merged = list(csv.DictReader((tmp_path / "scaling.csv").open()))
+    assert len(merged) == 7
+    assert all(row["seconds"] != "99.0" for row in merged)
+
+
+def test_pictures_have_the_ideal_line_and_iterations():
+    from matplotlib.figure import Figure
+
+    from distsolve.commands.bench import plots
+
+    figure = Figure()
+    plots._scaling(figure, points.series([point(8, 0.004, steps=41), point(2, 0.008)]))
+    left, right = figure.axes
+    drawn = [list(line.get_ydata()) for line in left.lines]
+    assert [0.008, 0.004] in drawn
+    assert [0.008, 0.002] in drawn
+    assert [text.get_text() for text in left.texts] == ["40", "41"]
+    assert [1.0, 0.5] in [list(line.get_ydata()) for line in right.lines]
+    assert (left.get_xscale(), left.get_yscale()) == ("log", "log")
+
+
+def test_without_matplotlib_the_table_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    save(tmp_path, 1, point(2, 0.008))
+    assert report.merge(tmp_path)[-1].endswith("pip install 'distsolve[examples]'")
+    assert (tmp_path / "scaling.csv").exists()
+
+
+BAD = {
+    "--sizes 4 8: sizes of what? Name one of allreduce": {"case": None, "sizes": [4, 8]},
+    "--sizes 6 of allreduce: expected a multiple of 4": {"case": "allreduce", "sizes": [4, 6]},
+    "--sizes 3 of sr: expected at least 4, one for each": {"case": "sr", "sizes": [3]},
+    "--sizes 30000 of cg: a matrix of 3600000000 rows": {"sizes": [30000], "scaling": "weak"},
+}
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_bad_sizes(sentence):
+    options = {"case": "cg", "scaling": "strong", "output": None} | BAD[sentence]
+    with pytest.raises(InputError) as caught:
+        bench._check(Namespace(**options), 4)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_default_sizes_that_do_not_fit_are_left_out():
+    options = Namespace(case=None, sizes=None, scaling="strong")
+    plan, omitted = bench._plan(options, 100)
+    assert "poisson" not in dict(plan)
+    assert {"allreduce", "cg", "sr"} == set(dict(plan))
+    assert [text.partition(":")[0] for text in omitted] == ["size 64 of poisson is left out"]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "Expecting property name"),
+        ('{"format": "other"}', "its format is 'other'"),
+        ('{"format": "distsolve bench 1", "points": [{}]}', "missing 15 required"),
+        (
+            json.dumps({"format": report.FORMAT, "points": [asdict(point(1, 1.0, case="lu"))]}),
+            "the unknown benchmark 'lu'",
+        ),
+    ],
+)
+def test_files_that_are_no_results(tmp_path, content, sentence):
+    path = tmp_path / "bench-1.json"
+    path.write_text(content)
+    options = Namespace(case="cg", sizes=[4], scaling="weak", output=tmp_path)
+    with pytest.raises(InputError, match="Move it away") as caught:
+        bench._check(options, 1)
+    assert str(caught.value).startswith(f"{path}: cannot be read")
+    assert sentence in str(caught.value)
+
+
+def test_folders_that_cannot_be_used(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    options = Namespace(case="cg", sizes=[4], scaling="weak", output=tmp_path / "file")
+    with pytest.raises(InputError, match=r"^--output .*file: cannot be made"):
+        bench._check(options, 1)
+    for changed, sentence in (
+        ({}, "there are no results"),
+        ({"case": "cg"}, "measures nothing, and takes no benchmark"),
+    ):
+        options = Namespace(case=None, sizes=None, output=None, merge=tmp_path)
+        assert bench.run(Namespace(**vars(options) | changed)) == 2
+        assert f"error: --merge {tmp_path}: {sentence}" in capsys.readouterr().err
+
+
+def test_of_two_runs_the_later_counts():
+    first, second = point(2, 1.0), point(2, 2.0)
+    assert points.series([first, second]) == {first.key: [second]}
+    other = replace(second, settings="y")
+    assert len(points.series([first, other])) == 2

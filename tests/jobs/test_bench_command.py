@@ -19,7 +19,7 @@ from distsolve.commands.bench import cases, points, report
 from distsolve.commands.together import InputError
 
 pytestmark = pytest.mark.once
-EDGE, SAMPLES, PARAMETERS, REPEATS = 7, 31, 12, 3
+EDGE, SAMPLES, PARAMETERS, REPEATS = 20, 31, 12, 3
 CONDITIONS = {
     "date": "2020-02-03T04:05:06.789+00:00",
     "ranks": 1,
@@ -132,7 +132,9 @@ def test_two_ranks(measured):
     assert "repeats" in done.stderr  # the progress bar
     assert "Traceback" not in done.stderr
     (fault,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert fault.startswith("error: --sizes 1 of poisson: expected at least 2, one for each rank")
+    assert fault.startswith(
+        "error: --sizes: size 1 of poisson: expected at least 2, one for each rank"
+    )
 
 
 def test_ctrl_c_on_one_rank_keeps_what_is_done(measured):
@@ -219,9 +221,15 @@ def test_without_matplotlib_the_table_is_kept(tmp_path, monkeypatch):
 
 BAD = {
     "--sizes 4 8: sizes of what? Name one of allreduce": {"case": None, "sizes": [4, 8]},
-    "--sizes 6 of allreduce: expected a multiple of 4": {"case": "allreduce", "sizes": [4, 6]},
-    "--sizes 3 of sr: expected at least 4, one for each": {"case": "sr", "sizes": [3]},
-    "--sizes 30000 of cg: a matrix of 3600000000 rows": {"sizes": [30000], "scaling": "weak"},
+    "--sizes: size 6 of allreduce: expected a multiple of 4": {
+        "case": "allreduce",
+        "sizes": [4, 6],
+    },
+    "--sizes: size 3 of sr: expected at least 4, one for each": {"case": "sr", "sizes": [3]},
+    "--sizes: size 30000 of cg: a matrix of 3600000000 rows": {
+        "sizes": [30000],
+        "scaling": "weak",
+    },
 }
 
 
@@ -238,7 +246,10 @@ def test_default_sizes_that_do_not_fit_are_left_out():
     plan, omitted = bench._plan(options, 100)
     assert "poisson" not in dict(plan)
     assert {"allreduce", "cg", "sr"} == set(dict(plan))
-    assert [text.partition(":")[0] for text in omitted] == ["size 64 of poisson is left out"]
+    assert [text.partition(":")[0] for text in omitted] == ["size 64 of poisson"]
+    alone = Namespace(case="poisson", sizes=None, scaling="strong", output=None)
+    with pytest.raises(InputError, match="size 64 of poisson: expected at least 100"):
+        bench._check(alone, 100)
 
 
 @pytest.mark.parametrize(

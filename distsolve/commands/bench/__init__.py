@@ -113,8 +113,8 @@ def run(options: argparse.Namespace) -> int:
         return _merge(options) if is_first() else 0
     jax.config.update("jax_enable_x64", True)
     agreed_on_rank_0(_check, options, mpi.size())
-    lead, ranks = mpi.rank() == 0, mpi.size()
-    plan, omitted = _plan(options, ranks)
+    plan, omitted = _plan(options, mpi.size())
+    lead = mpi.rank() == 0
     results = report.Run(report.conditions(), [])
     bar = tqdm(
         total=len(plan) * options.repeats,
@@ -128,18 +128,13 @@ def run(options: argparse.Namespace) -> int:
             with bar.external_write_mode():
                 print("\n".join(lines), flush=True)
 
-    say(*tables.title(results.conditions), *omitted)
+    say(*tables.title(results.conditions), *(f"left out: {fault}" for fault in omitted))
     with Stop() as stop, bar:
         for name, size in plan:
             bar.set_description(f"{name} {size}")
-            case = CASES[name]
-            total = size * ranks if options.scaling == "weak" else size
-            work = case.make(total, size, options)
-            figures = measure(work, options.repeats, stop, bar.update)
-            if figures is None:
+            point = _take(name, size, options, stop, bar.update)
+            if point is None:
                 break
-            scaling = options.scaling if case.is_solve else ""
-            point = Point(name, scaling, size, work.settings, ranks, **figures)
             if name not in {other.case for other in results.points}:
                 say(*tables.head(point))
             say(tables.row(point))
@@ -156,13 +151,22 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _take(name, size, options, stop, tick):
+    """Return a point, or None where it was stopped."""
+    case, ranks = CASES[name], mpi.size()
+    work = case.make(size * ranks if options.scaling == "weak" else size, size, options)
+    figures = measure(work, options.repeats, stop, tick)
+    scaling = options.scaling if case.is_solve else ""
+    return figures and Point(name, scaling, size, work.settings, ranks, **figures)
+
+
 def _plan(options, ranks):
     """Return the benchmarks with their sizes, and what is wrong with those that do not fit."""
     plan, faults = [], []
     for name in [options.case] if options.case else CASES:
         for size in options.sizes or CASES[name].sizes:
             if fault := CASES[name].fault(size, ranks, options.scaling):
-                faults.append(f"size {size} of {name} is left out: {fault}")
+                faults.append(f"size {size} of {name}: {fault}")
             else:
                 plan.append((name, size))
     return plan, faults
@@ -175,9 +179,9 @@ def _check(options, ranks):
             f"--sizes {' '.join(map(str, options.sizes))}: sizes of what? Name one of "
             f"{', '.join(CASES)} in front of it."
         )
-    for size in options.sizes or ():
-        if fault := CASES[options.case].fault(size, ranks, options.scaling):
-            raise InputError(f"--sizes {size} of {options.case}: {fault}.")
+    plan, faults = _plan(options, ranks)
+    if faults and (options.sizes or not plan):
+        raise InputError(f"--sizes: {faults[0]}.")
     if options.output:
         try:
             options.output.mkdir(parents=True, exist_ok=True)

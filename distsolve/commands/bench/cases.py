@@ -41,6 +41,7 @@ class Case:
     sizes: tuple[int, ...]
     make: Callable[[int, int, Any], Work]
     is_solve: bool = True
+    is_matrix: bool = False  # of size x size rows, for which an int32 must do
 
     def fault(self, size: int, ranks: int, scaling: str) -> str:
         """Return what is wrong with a size, and what to do; or nothing."""
@@ -53,7 +54,7 @@ class Case:
                 "where a size is that of each rank's part"
             )
         rows = size * size * (ranks if scaling == "weak" else 1)
-        if self.make is _cg and rows >= 2**31:
+        if self.is_matrix and rows >= 2**31:
             return f"a matrix of {rows} rows; expected fewer than 2**31: use a smaller size"
         return ""
 
@@ -189,7 +190,7 @@ CASES = {
         _allreduce,
         is_solve=False,
     ),
-    "cg": Case("a sparse matrix, of a grid in the plane", "edge", (512,), _cg),
+    "cg": Case("a sparse matrix, of a grid in the plane", "edge", (512,), _cg, is_matrix=True),
     "sr": Case("stochastic reconfiguration by cg", "samples", (4096,), _sr),
     "poisson": Case("Poisson's equation in space, by cg", "edge", (64,), _poisson),
 }

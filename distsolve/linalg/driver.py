@@ -250,8 +250,10 @@ def _cycle(method, A, M, b, limits, space, wanted, cost, s):
     state, iterations, seen = _iterate(method, advance, first, s, unit, limits, space, wanted, cost)
     x = trees.axpy(unit, method.answer(M, space, state), s.x)
     r = trees.subtract(b, A(x))
-    numbers = jnp.stack([space.norm(r), state.breakdown, ritz.condition(state.ritz)])
-    residual_norm, breakdown, condition = space.decide(numbers)
+    # Ranks agree on the largest of each, and of a breakdown the smallest counts: only some of the
+    # ranks that hold copies may have met one.
+    numbers = jnp.stack([space.norm(r), -state.breakdown, ritz.condition(state.ritz)])
+    residual_norm, opposite, condition = space.decide(numbers)
     cost["cycle"] = opening + space.taken()
 
     # Either the method restarts, or it has done what it can and the true residual is not there.
@@ -286,7 +288,7 @@ def _cycle(method, A, M, b, limits, space, wanted, cost, s):
         s.steps + (iterations - s.iterations) + failed.astype(jnp.int32),
         s.cycles + 1,
         reason,
-        jnp.where(broken, breakdown * unit * unit, jnp.zeros_like(breakdown)),
+        jnp.where(broken, -opposite * unit * unit, jnp.zeros_like(opposite)),
         jnp.maximum(s.condition, condition),
         state.largest if method.minimises else s.size,
         jnp.where(lied, 0.5, s.margin).astype(unit.dtype),

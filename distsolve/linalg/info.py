@@ -39,9 +39,10 @@ OUTCOMES = {
     "in `b`, `x0`, or the result of `A` or `M`.",
 }
 ADVICE = {
-    Reason.MAXITER: "Raise `maxiter`, loosen `tol`, or pass a preconditioner `M`. "
-    "If the residual hardly fell, see that `A` is what the method asks for (cg: positive "
-    "definite), that it reduces over ranks once, and that vectors in pieces have space=Sharded().",
+    Reason.MAXITER: "Raise `maxiter`, loosen `tol`, use wider floats (float64 needs "
+    "jax_enable_x64), or pass a preconditioner `M`. If the residual hardly fell, see that `A` is "
+    "what the method asks for (cg: positive definite), that it reduces over ranks once, and that "
+    "vectors in pieces have space=Sharded().",
     Reason.STAGNATED: "Loosen `tol`, use wider floats (float64 needs "
     "jax_enable_x64), or lower the condition number with a preconditioner `M` or a shift; with "
     "gmres, raise `restart`.",
@@ -78,7 +79,8 @@ class Info:
     threshold : float
         ``max(tol * rhs_norm, atol)``.
     breakdown : float
-        ``<p, A p>`` or ``<r, M r>`` where one was not positive and ended the solve, 0 otherwise.
+        ``<p, A p>`` or ``<r, M r>`` where one was not positive and ended the solve, 0 otherwise;
+        of replicated vectors the smallest of all ranks.
     condition_estimate : float
         The ratio of the extreme Ritz values of ``M A`` that the steps have found: a lower bound of
         the condition number, and after convergence mostly close to it. 1 where the method has none.

@@ -109,7 +109,8 @@ def waiting_for_all(MPI: Any, what: str) -> Iterator[None]:
         text = (
             f"\ndistsolve: rank {rank} of {size} has been in {what} at {where} for longer than the "
             f"time-out of {seconds:.1f} s. It needs all ranks of the communicator, and some have "
-            "not come: call distsolve.mpi.prepare(comm) on all of them before.\n"
+            "not come. If they never make this call, as after a branch on the rank, let them make "
+            "it; if they do, but later, call distsolve.mpi.prepare(comm) on all of them before.\n"
         )
         os.write(_STDERR, text.encode())
         faulthandler.dump_traceback(_STDERR)

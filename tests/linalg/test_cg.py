@@ -120,6 +120,13 @@ def test_indefinite_operator_moves_nothing():
     agree("-3" in info.message and "reduction over ranks" in info.message, info.message)
 
 
+def test_indefinite_on_one_rank_is_told_by_its_product():
+    sign = -1.0 if ranks().rank == ranks().size - 1 else 1.0
+    _, info = cg(sign * jnp.eye(2), jnp.array([1.0, 2]))
+    same_everywhere(info)
+    agree(info.reason_name == "indefinite_operator" and "= -5 on" in info.message, info.message)
+
+
 def test_indefinite_preconditioner_moves_nothing():
     x, info = cg(jnp.eye(2), jnp.array([1.0, 2]), M=-jnp.eye(2))
     check((x, info), [0, 0], "indefinite_preconditioner", 0)

@@ -89,6 +89,8 @@ def init(A: Any, M: Any, r: Any, aim: driver.Aim, space: Space) -> State:
     step = 2.0 ** (jnp.finfo(dtype).maxexp // 2)
     scales = jnp.asarray([1 / step, 1, step], dtype)
     squares = [(trees.scale(scale, w), trees.scale(scale, m)) for scale in scales]
+    # Of one entry, XLA would make the square of w by the square of the scale.
+    squares = jax.lax.optimization_barrier(squares)
     # Copies of a replicated vector may differ in their last bits, and units must not.
     dots = space.decide(space.dot((r, u), (u, w), (r, r), *squares))
     rz, uAu, rr = dots[:3]

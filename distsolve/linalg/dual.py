@@ -81,6 +81,8 @@ def solve(
     y, raised, solved = cholesky.solve(T, R[k - 1], factor, rows)
     x = jnp.matmul(y.conj(), A, precision=HIGHEST).conj() / N.astype(A.dtype)
     x = x if inverse is None else inverse * x
+    # Without a solution y is zero, and its derivative NaN; A itself may not be finite.
+    x = jnp.where(solved, x, y.sum())
 
     if damping.is_vector:  # a raised factor raises every entry in proportion
         columns = [x, shift * (1 + raised)] + ([] if running is None else [running])

@@ -249,11 +249,14 @@ def test_a_parameter_that_nothing_depends_on_stays_where_it_is(method):
     agree(float(x[0]) == 0 and not np.any(info.raised), f"{info}")
 
 
-def test_nothing_finite_is_said():
+@pytest.mark.parametrize("method", DIRECT)
+def test_nothing_finite_is_said(method):
     c = case("real")
-    J = c.here(c.J).at[:1, 0].set(jnp.nan)
-    _, info = natural_gradient(J, c.here(c.r), shift=SHIFT, method="kernel", counts=c.counts)
-    agree(not info.converged and "was not solved" in info.message, info.message)
+    J, r = c.here(c.J), c.here(c.r)
+    for not_finite in ((J.at[:1, 0].set(jnp.nan), r), (J, r.at[:1].set(jnp.nan))):
+        x, info = natural_gradient(*not_finite, shift=SHIFT, method=method, counts=c.counts)
+        agree(not info.converged and "was not solved" in info.message, info.message)
+        agree(not np.any(x) and not np.any(info.raised), f"{x} {info.raised}")
     with pytest.raises(SolveError, match="was not solved"):
         info.raise_if_failed()
 

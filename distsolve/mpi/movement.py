@@ -196,7 +196,8 @@ def alltoallv(
     ----------
     x : pytree of arrays (sum(send_counts), *shape)
     send_counts, recv_counts : rows to and from every rank, known while tracing
-        ``send_counts[r]`` here must equal ``recv_counts[this rank]`` on rank r.
+        ``send_counts[r]`` here must equal ``recv_counts[this rank]`` on rank r. More than is
+        expected is an error of MPI's, less may pass without a word; ``DISTSOLVE_CHECK=1`` compares.
     comm : as for `allreduce`.
 
     Returns

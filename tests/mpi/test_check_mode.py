@@ -5,6 +5,7 @@ import ctypes
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from mpi4py import MPI
 from spmd import agree, ranks
@@ -33,11 +34,11 @@ def comm():
     made.Free()
 
 
-def lines(comm, rank, size):
+def lines(comm, rank, size, call=mpi.allreduce):
     """Make one collective from two lines."""
     if rank == size - 1:
-        return mpi.allreduce(jnp.ones(3), comm=comm)
-    return mpi.allreduce(jnp.ones(3), comm=comm)
+        return call(jnp.ones(3), comm=comm)
+    return call(jnp.ones(3), comm=comm)
 
 
 def swapped(comm, rank, size):
@@ -59,6 +60,13 @@ def extra(comm, rank, size):
     if rank == size - 1:
         mpi.bcast(jnp.ones(2), 0, comm=comm)
     mpi.allreduce(jnp.ones(3), comm=comm)
+
+
+def amounts(comm, rank, size):
+    """Send to oneself, on the last rank, what the first one expects: the sums agree."""
+    ones = np.ones(comm.size, int)
+    moved = (rank == size - 1) * (np.arange(comm.size) == rank).astype(int)
+    mpi.alltoallv(jnp.ones(comm.size), ones + moved - np.roll(moved, 1), ones, comm=comm)
 
 
 # What differs by rank, and a word of each side.
@@ -98,6 +106,7 @@ FAULTS = {
     "missing": (missing, "different lines", f"{__file__}:"),
     "lines": (lines, "different lines", f"{__file__}:"),
     "extra": (extra, "MPI_Allreduce", "MPI_Bcast"),
+    "amounts": (amounts, "`send_counts[j]` of rank i must equal", ", send_counts "),
 }
 
 
@@ -154,6 +163,55 @@ def test_ranks_may_send_different_amounts(comm):
     agree(received.tolist() == [3.0 * me, 3.0 * me + 1, 3.0 * me + 2])
     request = mpi.iallreduce(jnp.ones(2), comm=comm)
     agree(jnp.all(mpi.wait(request) == size))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numbers_that_XLA_takes_for_zero_pass(dtype, comm):
+    me, size = ranks().rank, ranks().size
+    small = float(np.finfo(dtype).smallest_subnormal)
+    x = np.full(5, 700 * small * (1 + me), dtype)
+    total = np.asarray(mpi.allreduce(x, comm=comm))
+    agree(np.all(total == 700 * small * (size * (size + 1) // 2)), str(total))
+
+
+# Reductions in the background, and a word of each side.
+STARTED = {
+    "dtype": (
+        lambda c, r, n: mpi.iallreduce(
+            jnp.ones(4, jnp.int32 if r == n - 1 else jnp.float32), comm=c
+        ),
+        ("float32[4]", "int32[4]"),
+    ),
+    "operation": (
+        lambda c, r, n: mpi.iallreduce(jnp.ones(4), mpi.MAX if r == n - 1 else mpi.SUM, comm=c),
+        ("SUM", "MAX"),
+    ),
+    "line": (
+        lambda c, r, n: lines(c, r, n, mpi.iallreduce),
+        ("different lines", "different lines"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_a_reduction_in_the_background_raises_where_it_is_waited_for(name):
+    start, words = STARTED[name]
+    me, size = ranks().rank, ranks().size
+    comm = MPI.COMM_WORLD.Dup()  # not freed: nobody waits for what does not match
+    right = mpi.iallreduce(jnp.ones(3), comm=comm)
+    wrong = start(comm, me, size)
+    agree(mpi.wait(right)[0] == size)
+    text = ""
+    try:
+        jax.block_until_ready(mpi.wait(wrong))
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+    if size == 1:
+        agree(text == "")
+        return
+    agree("DISTSOLVE_CHECK" in text and words[me == size - 1] in text, text)
+    agree(f"rank {me}: MPI_Iallreduce" in text and f" at {__file__}:" in text, text)
+    agree(mpi.allreduce(1.0, comm=comm) == size)
 
 
 FUNCTION = ctypes.CFUNCTYPE(

@@ -1,25 +1,32 @@
-"""Check mode: whether the ranks are about to make one call, and whether its result is right."""
+"""Check mode: whether the ranks are about to make one call."""
 
-from libc.stdint cimport int64_t
-
-from distsolve.mpi.native.abi cimport Comm
+from distsolve.mpi.native.abi cimport Comm, Handle
+from distsolve.mpi.native.canary cimport SAMPLES, Canary
 from distsolve.mpi.native.ffi cimport Error, Frame
 from distsolve.mpi.native.recorder cimport Entry
 
 cdef enum:
-    SAMPLES = 4
+    CALL_PARTS = 4              # of 16 bits: the hash of the call
+    LINE_PARTS = 2              # of its line
+    PROGRAM_PARTS = 2           # and of the program that it is in
+    PARTS = CALL_PARTS + LINE_PARTS + PROGRAM_PARTS
+    WORDS = 2 * PARTS + 2 * SAMPLES
 
-# What some elements of the result must be, from the operands before the call.
-cdef struct Canary:
-    int n                       # samples; 0 where the call has none
-    int64_t place[SAMPLES]      # in real numbers from the start of the first operand
-    double value[SAMPLES]
-    double size[SAMPLES]        # sum of the magnitudes
+# The comparison of a call in the background, itself in the background.
+cdef struct Comparison:
+    bint pending                # MPI may still write to it
+    Handle handle
+    const Comm *comm
+    Entry entry                 # this rank's call
+    const char *difference      # of the ranks' calls, once that is known; NULL for none
+    double words[WORDS]
 
 cdef bint is_checking() noexcept nogil
 cdef Error *compare(
     Frame *frame, const Comm *comm, const Entry *entry, Canary *canary
 ) noexcept nogil
-cdef Error *verify(
-    Frame *frame, const Comm *comm, const Entry *entry, const Canary *canary
+cdef int start_comparison(
+    Frame *frame, const Comm *comm, const Entry *entry, Comparison *comparison
 ) noexcept nogil
+cdef int end_comparison(Comparison *comparison) noexcept nogil
+cdef void tell_difference(const Comparison *comparison, char *text, int room) noexcept nogil

@@ -1,42 +1,39 @@
-"""Check mode: whether the ranks are about to make the same call, and whether its result is right.
+"""Check mode: whether the ranks make the same call.
 
 One small sum before each collective. It carries hashes of the call, its line and its program, each
 as parts h of 16 bits with their squares: all ranks have the same where P sum(h^2) = (sum h)^2. And
-it carries some elements of the operand, whose sum the result must show afterwards, wherever it was
-computed.
+it carries the canary: some elements of the operand, whose sum the result must show afterwards,
+wherever it was computed. A call in the background is compared in the background.
 
 All of it is one element of a type of its own, with an operation of its own: of several elements an
 MPI library may make two exchanges (MPICH: reduce-scatter and allgather), of one it makes one.
 """
 
-from libc.math cimport fabs, isfinite
+from libc.math cimport fabs
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset, strlen
 
 from distsolve.mpi.native.abi cimport (
-    ALLGATHER, ALLREDUCE, ALLTOALLW, BCAST, MOST_TOLD, OP_CREATE, REDUCE, TYPE_COMMIT,
-    TYPE_CONTIGUOUS, Comm, Handle, address, combine_t, constants, contiguous_t, exchange_t, mpi_op,
-    mpi_type, op_create_t, type_t,
+    ALLGATHER, ALLREDUCE, ALLTOALLW, IALLREDUCE, MAX_STATUS, MOST_TOLD, OP_CREATE, TYPE_COMMIT,
+    TYPE_CONTIGUOUS, WAIT, Comm, Handle, address, combine_t, constants, contiguous_t, exchange_t,
+    icombine_t, mpi_op, mpi_type, op_create_t, type_t, wait_t,
 )
+from distsolve.mpi.native.canary cimport Canary, sample
 from distsolve.mpi.native.ffi cimport (
-    XLA_FFI_DataType_C128, XLA_FFI_DataType_C64, XLA_FFI_DataType_F32, XLA_FFI_DataType_F64,
-    XLA_FFI_DataType_S32, XLA_FFI_DataType_S64, Error, Frame, ffi_arg, ffi_count, ffi_error,
-    ffi_on_device, ffi_ret, ffi_within, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
+    XLA_FFI_DataType_F64, XLA_FFI_DataType_S32, Error, Frame, ffi_arg, ffi_error, ffi_ints,
+    ffi_row, ffi_within, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
     pthread_mutex_unlock,
 )
-from distsolve.mpi.native.recorder cimport Entry, describe, kept, ranks_like, site_text, write_text
+from distsolve.mpi.native.hashing cimport mixed
+from distsolve.mpi.native.recorder cimport Entry, describe, kept, ranks_like, write_text
 
 
 cdef enum:
     SUM = 0
-    CALL_PARTS = 4              # of 16 bits: the hash of the call
-    LINE_PARTS = 2              # of its line
-    PROGRAM_PARTS = 2           # and of the program that it is in
-    PARTS = CALL_PARTS + LINE_PARTS + PROGRAM_PARTS
-    WORDS = 2 * PARTS + 2 * SAMPLES
     TEXT = 480
+    MOST_COUNTS = 8
     MOST_LINES = 12             # of a table
     REPORT = MOST_LINES * (TEXT + 220)
     STDERR = 2
@@ -122,14 +119,6 @@ cdef const char *text_of(int64_t number) noexcept nogil:
     return program.text
 
 
-cdef uint64_t mixed(uint64_t hash, int64_t value) noexcept nogil:
-    """Add a number to a hash (the finaliser of splitmix64)."""
-    hash = (hash ^ <uint64_t> value) + <uint64_t> 0x9e3779b97f4a7c15
-    hash = (hash ^ (hash >> 30)) * <uint64_t> 0xbf58476d1ce4e5b9
-    hash = (hash ^ (hash >> 27)) * <uint64_t> 0x94d049bb133111eb
-    return hash ^ (hash >> 31)
-
-
 cdef uint64_t hash_of(const Entry *entry) noexcept nogil:
     """A hash of what must be equal on all ranks."""
     cdef uint64_t hash = mixed(mixed(mixed(0, entry.number), entry.call), entry.op)
@@ -157,53 +146,28 @@ cdef bint are_equal(const double *words, int n, int size) noexcept nogil:
     return True
 
 
-cdef int reals_of(int dtype) noexcept nogil:
-    """Real numbers in an element of those dtypes that are sampled; 0 for others."""
-    if dtype == XLA_FFI_DataType_C64 or dtype == XLA_FFI_DataType_C128:
-        return 2
-    return dtype in (
-        XLA_FFI_DataType_F32, XLA_FFI_DataType_F64, XLA_FFI_DataType_S32, XLA_FFI_DataType_S64)
-
-
-cdef double real_at(const void *data, int dtype, int64_t place) noexcept nogil:
-    if dtype == XLA_FFI_DataType_F32 or dtype == XLA_FFI_DataType_C64:
-        return (<const float *> data)[place]
-    if dtype == XLA_FFI_DataType_S32:
-        return (<const int32_t *> data)[place]
-    if dtype == XLA_FFI_DataType_S64:
-        return <double> (<const int64_t *> data)[place]
-    return (<const double *> data)[place]
-
-
 cdef int add_over_ranks(double *words, const Comm *comm) noexcept nogil:
     return (<combine_t> address[<int> ALLREDUCE])(
         constants.in_place, words, 1, words_type, words_sum, comm.handle)
 
 
-cdef void sample(
-    Frame *frame, const Comm *comm, const Entry *entry, Canary *canary
-) noexcept nogil:
-    """Note some elements of this rank's operand in host memory: the last one, others at random."""
-    cdef int64_t reals = 0
-    cdef bint gives = entry.call == BCAST and comm.rank == entry.peer
-    cdef uint64_t random = <uint64_t> entry.number
-    cdef int i
-    canary.n = 0
-    if entry.count > 0 and not ffi_on_device(frame):
-        reals = ffi_count(ffi_arg(frame, 0)) * reals_of(entry.dtype)
-    if reals == 0:
-        return
-    if (entry.call == ALLREDUCE or entry.call == REDUCE) and entry.op == SUM:
-        gives = True
-    elif entry.call != BCAST:
-        return
-    canary.n = SAMPLES
-    for i in range(SAMPLES):
-        random = mixed(random, i)
-        canary.place[i] = <int64_t> (random % <uint64_t> reals) if i > 0 else reals - 1
-        canary.value[i] = 0
-        if gives:
-            canary.value[i] = real_at(ffi_arg(frame, 0).data, entry.dtype, canary.place[i])
+cdef void fill(Frame *frame, const Entry *entry, double *words) noexcept nogil:
+    """Put in what must be equal on all ranks."""
+    memset(words, 0, WORDS * sizeof(double))
+    put_parts(words, hash_of(entry), CALL_PARTS)
+    put_parts(words + 2 * CALL_PARTS, mixed(0, entry.where), LINE_PARTS)
+    put_parts(words + 2 * (CALL_PARTS + LINE_PARTS), ffi_within(frame), PROGRAM_PARTS)
+
+
+cdef const char *difference(const double *words, int size) noexcept nogil:
+    """What the sums over ranks say of their calls; NULL where these are one."""
+    if not are_equal(words, CALL_PARTS, size):
+        return "The ranks make different MPI calls (DISTSOLVE_CHECK):"
+    if comparing_lines and not are_equal(words + 2 * CALL_PARTS, LINE_PARTS, size):
+        return ("The ranks make the same MPI call from different lines (DISTSOLVE_CHECK). A call "
+                "left out, or a branch that differs by rank? If it is meant, call once behind the "
+                "branch, or set DISTSOLVE_CHECK=calls:")
+    return NULL
 
 
 cdef Error *compare(
@@ -213,16 +177,16 @@ cdef Error *compare(
     cdef double words[WORDS]
     cdef double *samples = words + 2 * PARTS
     cdef double *program = words + 2 * (CALL_PARTS + LINE_PARTS)
+    cdef const char *title
     cdef char text[128]
     cdef int code, i
-    memset(words, 0, sizeof(words))
-    put_parts(words, hash_of(entry), CALL_PARTS)
-    put_parts(words + 2 * CALL_PARTS, mixed(0, entry.where), LINE_PARTS)
-    put_parts(program, ffi_within(frame), PROGRAM_PARTS)
+    fill(frame, entry, words)
     sample(frame, comm, entry, canary)
     for i in range(canary.n):
         samples[2 * i] = canary.value[i]
         samples[2 * i + 1] = fabs(canary.value[i])
+    if entry.call == ALLTOALLW:     # which has no canary
+        put_surplus(frame, comm, samples)
     code = add_over_ranks(words, comm)
     if code != 0:
         snprintf(text, sizeof(text), "The reduction of DISTSOLVE_CHECK on communicator %d failed "
@@ -230,17 +194,74 @@ cdef Error *compare(
         return ffi_error(frame, text)
     for i in range(canary.n):
         canary.value[i], canary.size[i] = samples[2 * i], samples[2 * i + 1]
-    if not are_equal(words, CALL_PARTS, comm.size):
-        return show(frame, comm, entry, "The ranks are about to make different MPI calls "
-                    "(DISTSOLVE_CHECK):")
-    if comparing_lines and not are_equal(words + 2 * CALL_PARTS, LINE_PARTS, comm.size):
-        return show(frame, comm, entry, "The ranks make the same MPI call from different lines "
-                    "(DISTSOLVE_CHECK). A call left out, or a branch that differs by rank? If it "
-                    "is meant, call once behind the branch, or set DISTSOLVE_CHECK=calls:")
+    title = difference(words, comm.size)
+    if title == NULL and entry.call == ALLTOALLW and not is_even(samples):
+        title = ("Ranks send other amounts than are expected of them (DISTSOLVE_CHECK): "
+                 "`send_counts[j]` of rank i must equal `recv_counts[i]` of rank j:")
+    if title != NULL:
+        return show(frame, comm, entry, title)
     if comparing_lines and not are_equal(program, PROGRAM_PARTS, comm.size):
         if is_new(<Comm *> comm, program):
             warn(comm, entry, text_of(ffi_within(frame)))
     return NULL
+
+
+# Of n ranks, h(i, j, bytes) of each message from i to j is added where it is sent and subtracted
+# where it is received. The sum, modulo 2^64, is zero where every pair agrees.
+cdef void put_surplus(Frame *frame, const Comm *comm, double *words) noexcept nogil:
+    cdef int64_t row = ffi_row(ffi_arg(frame, 0))
+    cdef const int64_t *received = ffi_ints(frame, 1)
+    cdef const int64_t *sent = ffi_ints(frame, 2)
+    cdef uint64_t surplus = 0
+    cdef int i
+    for i in range(comm.size):
+        surplus += mixed(mixed(mixed(0, comm.rank), i), sent[i] * row)
+        surplus -= mixed(mixed(mixed(0, i), comm.rank), received[i] * row)
+    for i in range(4):
+        words[i] = <double> ((surplus >> (16 * i)) & 0xffff)
+
+
+cdef bint is_even(const double *words) noexcept nogil:
+    cdef uint64_t surplus = 0
+    cdef int i
+    for i in range(4):
+        surplus += <uint64_t> words[i] << (16 * i)
+    return surplus == 0
+
+
+cdef int start_comparison(
+    Frame *frame, const Comm *comm, const Entry *entry, Comparison *comparison
+) noexcept nogil:
+    """Compare a call in check mode without waiting for the other ranks: the memory must stay."""
+    cdef int code = 0
+    if checking and comm.size > 1:
+        comparison.comm, comparison.entry = comm, entry[0]
+        fill(frame, entry, comparison.words)
+        code = (<icombine_t> address[<int> IALLREDUCE])(
+            constants.in_place, comparison.words, 1, words_type, words_sum, comm.handle,
+            &comparison.handle)
+        comparison.pending = code == 0
+    return code
+
+
+cdef int end_comparison(Comparison *comparison) noexcept nogil:
+    """Wait for the other ranks, and note what their calls differ in: the same on all of them."""
+    cdef char status[<int> MAX_STATUS]
+    cdef int code = 0
+    if comparison.pending:
+        code = (<wait_t> address[<int> WAIT])(&comparison.handle, status)
+        comparison.pending = False
+        if code == 0:
+            comparison.difference = difference(comparison.words, comparison.comm.size)
+    return code
+
+
+cdef void tell_difference(const Comparison *comparison, char *text, int room) noexcept nogil:
+    """Say what this rank's call is: the others may not be here to say what theirs are."""
+    cdef char mine[TEXT]
+    describe(&comparison.entry, mine, TEXT)
+    snprintf(text, room, "%s\n  rank %d: %s\n  and the other ranks say theirs where they wait",
+             comparison.difference, comparison.comm.rank, mine)
 
 
 cdef Error *show(
@@ -249,10 +270,28 @@ cdef Error *show(
     """Answer a table of what each rank is about to do: the same on all ranks."""
     cdef char report[REPORT]
     cdef char mine[TEXT]
-    describe(entry, mine, TEXT)
+    cdef int used = min(describe(entry, mine, TEXT), TEXT - 1)
+    if entry.call == ALLTOALLW:
+        used = add_counts(mine, used, ", send_counts", ffi_ints(frame, 2), comm.size)
+        add_counts(mine, used, ", recv_counts", ffi_ints(frame, 1), comm.size)
     snprintf(report, REPORT, "%s", title)
     add_table(comm, mine, report)
     return ffi_error(frame, report)
+
+
+cdef int add_counts(
+    char *text, int used, const char *name, const int64_t *counts, int n
+) noexcept nogil:
+    """Add to a text of TEXT bytes the first few counts, and return how long it is then."""
+    cdef int i
+    used += snprintf(text + used, TEXT - used, "%s", name)
+    for i in range(min(n, MOST_COUNTS)):
+        used = min(used, TEXT - 1)
+        used += snprintf(text + used, TEXT - used, " %lld", <long long> counts[i])
+    if n > MOST_COUNTS:
+        used = min(used, TEXT - 1)
+        used += snprintf(text + used, TEXT - used, " ...")
+    return min(used, TEXT - 1)
 
 
 cdef void add_table(const Comm *comm, const char *mine, char *report) noexcept nogil:
@@ -350,36 +389,3 @@ cdef uint64_t hash_of_lines(const char *text, int n) noexcept nogil:
         hash = mixed(hash, text[0])
         text += 1
     return hash
-
-
-cdef Error *verify(
-    Frame *frame, const Comm *comm, const Entry *entry, const Canary *canary
-) noexcept nogil:
-    """Answer an error unless the elements of the result are what the operands add up to."""
-    cdef char text[600]
-    cdef double found, rounding
-    cdef int i
-    if canary.n == 0 or (entry.call == REDUCE and comm.rank != entry.peer):
-        return NULL
-    for i in range(canary.n):
-        found = real_at(ffi_ret(frame, 0).data, entry.dtype, canary.place[i])
-        rounding = 4.0 * comm.size * canary.size[i]
-        if entry.dtype == XLA_FFI_DataType_F32 or entry.dtype == XLA_FFI_DataType_C64:
-            rounding *= 2.0 ** -24
-        else:
-            rounding *= 2.0 ** -53
-        if not isfinite(found) or not isfinite(canary.size[i]):
-            continue
-        if entry.dtype == XLA_FFI_DataType_S32 and canary.size[i] >= 2.0 ** 31:
-            continue        # it may have wrapped around
-        if entry.dtype == XLA_FFI_DataType_S64 and canary.size[i] >= 2.0 ** 63:
-            continue
-        if fabs(found - canary.value[i]) > rounding:
-            snprintf(text, sizeof(text), "The result of an MPI call is wrong on rank %d of %d "
-                     "(DISTSOLVE_CHECK): number %lld is %.17g, but the operands before the call "
-                     "give %.17g: stale or doubled data. Try DISTSOLVE_NO_IN_PLACE=1, and another "
-                     "MPI. The call is at %s.", comm.rank, comm.size,
-                     <long long> canary.place[i], found, canary.value[i],
-                     site_text(entry.where))
-            return ffi_error(frame, text)
-    return NULL

@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t
 
 from distsolve.mpi.native.abi cimport Call, Comm
-from distsolve.mpi.native.agreement cimport Canary
+from distsolve.mpi.native.canary cimport Canary
 from distsolve.mpi.native.device cimport Lane
 from distsolve.mpi.native.ffi cimport Error, Frame, fp_mode
 from distsolve.mpi.native.recorder cimport Entry

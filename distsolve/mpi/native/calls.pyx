@@ -8,8 +8,8 @@ from libc.stdint cimport int64_t
 from libc.stdio cimport snprintf
 
 from distsolve.mpi.native.abi cimport (
-    ERR_DRIVER, ERR_NO_MEM, ERROR_STRING, IALLREDUCE, WAIT, Call, Comm, address, constants,
-    error_string_t, find_comm, is_collective, name_of, serialized,
+    ALLTOALLW, ERR_DRIVER, ERR_NO_MEM, ERROR_STRING, IALLREDUCE, WAIT, Call, Comm, address,
+    constants, error_string_t, find_comm, is_collective, name_of, serialized,
 )
 from distsolve.mpi.native.agreement cimport compare, is_checking
 from distsolve.mpi.native.device cimport close_lane, driver_error, open_lane
@@ -96,7 +96,7 @@ cdef bint enter(
         pthread_mutex_lock(&lock)
     count_up(&inside)
     visit.mode = fp_keep_subnormals()
-    # Not at the start of a reduction in the background, which must not wait for the others.
+    # A reduction in the background must not wait for the others: see `start_comparison`.
     if collective and call != IALLREDUCE and is_checking() and comm.size > 1:
         answer[0] = compare(frame, comm, visit.entry, &visit.canary)
         if answer[0] != NULL:
@@ -137,8 +137,10 @@ cdef Error *check(
     elif peer == -1:
         snprintf(peer_text, sizeof(peer_text), ", peer ANY_SOURCE")
     snprintf(text, sizeof(text),
-             "%s failed on rank %d of %d (communicator %d%s, %lld elements) at %s: %s",
+             "%s failed on rank %d of %d (communicator %d%s, %lld elements) at %s: %s%s",
              name_of(call), comm.rank, comm.size, comm.id, peer_text, <long long> count,
-             site_text(where_of(frame)), mpi_text)
+             site_text(where_of(frame)), mpi_text,
+             ". `send_counts[j]` of rank i must equal `recv_counts[i]` of rank j: "
+             "DISTSOLVE_CHECK=1 compares them" if call == ALLTOALLW and code > 0 else "")
     dump(STDERR, comm.rank, SHOWN)
     return ffi_error(frame, text)

@@ -119,6 +119,13 @@ static inline int64_t ffi_bytes(const XLA_FFI_Buffer *buffer) {
   return ffi_count(buffer) * ffi_item(buffer->dtype);
 }
 
+/* Bytes in one element of the leading axis. */
+static inline int64_t ffi_row(const XLA_FFI_Buffer *buffer) {
+  int64_t size = ffi_item(buffer->dtype);
+  for (int64_t axis = 1; axis < buffer->rank; ++axis) size *= buffer->dims[axis];
+  return size;
+}
+
 /* Give an operand back as the result; XLA has usually put both in one place. */
 static inline void ffi_carry(XLA_FFI_Buffer *y, const XLA_FFI_Buffer *x) {
   if (y->data != x->data) memcpy(y->data, x->data, (size_t)ffi_bytes(x));

@@ -31,6 +31,7 @@ cdef extern from "ffi.h" nogil:
     int64_t ffi_counts(const Frame *frame, int64_t first, int64_t n)
     int64_t ffi_item(int dtype)
     int64_t ffi_bytes(const Buffer *buffer)
+    int64_t ffi_row(const Buffer *buffer)
     void ffi_carry(Buffer *y, const Buffer *x)
     int64_t ffi_operands(const Frame *frame)
     Error *ffi_error(Frame *frame, const char *message)

@@ -19,16 +19,8 @@ from distsolve.mpi.native.device cimport (
 from distsolve.mpi.native.exchange cimport Exchange, begin, finish
 from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_S64, Buffer, Error, Frame, capsule, ffi_arg, ffi_bytes, ffi_count, ffi_int,
-    ffi_ints, ffi_item, ffi_ret,
+    ffi_ints, ffi_item, ffi_ret, ffi_row,
 )
-
-cdef int64_t row_bytes(const Buffer *buffer) noexcept nogil:
-    """Bytes in one element of the leading axis."""
-    cdef int64_t size = ffi_item(buffer.dtype)
-    cdef int64_t axis
-    for axis in range(1, buffer.rank):
-        size *= buffer.dims[axis]
-    return size
 
 
 cdef int large_blocks(
@@ -215,7 +207,7 @@ cdef Error *uneven(Frame *frame, Call call, int root_at) noexcept nogil:
     cdef int root = <int> ffi_int(frame, root_at) if root_at > 0 else 0
     cdef const int64_t *rows = ffi_ints(frame, 1)
     cdef Buffer seen_x, seen_y
-    cdef int64_t row = row_bytes(x)
+    cdef int64_t row = ffi_row(x)
     cdef int64_t total = 0
     cdef bint receives = call != GATHERV or comm.rank == root
     cdef int i
@@ -278,7 +270,7 @@ cdef Error *alltoallv(Frame *frame) noexcept nogil:
         return error
     cdef Buffer *x = ffi_arg(frame, 0)
     cdef Buffer *y = ffi_ret(frame, 0)
-    cdef int64_t row = row_bytes(x)
+    cdef int64_t row = ffi_row(x)
     cdef Exchange plan
     cdef int code = ERR_NO_MEM
     cdef Visit visit

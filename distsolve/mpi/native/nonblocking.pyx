@@ -16,6 +16,9 @@ from distsolve.mpi.native.abi cimport (
     ERR_NO_MEM, IALLREDUCE, MAX_STATUS, TEST, WAIT, Comm, Handle, address, count_call, icombine_t,
     serialized, test_t, wait_t,
 )
+from distsolve.mpi.native.agreement cimport (
+    Comparison, end_comparison, start_comparison, tell_difference,
+)
 from distsolve.mpi.native.calls cimport NO_OP, NO_PEER, Visit, check, enter, in_use, leave, ready
 from distsolve.mpi.native.device cimport (
     NEVER, NO_DATA, Lane, carry, close_lane, fetch, get_small, open_lane, put,
@@ -27,37 +30,21 @@ from distsolve.mpi.native.ffi cimport (
     ffi_operands, ffi_ret, fp_keep_subnormals, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_t, pthread_mutex_unlock,
 )
-from distsolve.mpi.native.threads cimport pthread_t, start_thread
+from distsolve.mpi.native.threads cimport nap, pthread_t, sleep_precisely, start_thread
 
 
-cdef extern from * nogil:
-    """
-    #include <pthread.h>
-    #include <sys/prctl.h>
-    #include <time.h>
-
-    #define NAP_NANOSECONDS 30000
-
-    static void nap(void) {
-      struct timespec time = {0, NAP_NANOSECONDS};
-      nanosleep(&time, NULL);
-    }
-
-    /* Linux lets a thread sleep 50 us longer than it asked for, unless told otherwise. */
-    static void sleep_precisely(void) { prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); }
-    """
+cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_cond_t:
         pass
     int pthread_cond_init(pthread_cond_t *condition, void *attributes)
     int pthread_cond_wait(pthread_cond_t *condition, pthread_mutex_t *mutex)
     int pthread_cond_signal(pthread_cond_t *condition)
     int pthread_join(pthread_t thread, void **result)
-    void nap()
-    void sleep_precisely()
 
 
 cdef enum:
     ANY = -1            # number of a request, or id of a communicator
+    DIFFERENCE = 1000   # bytes for the text of one
 
 # A reduction that was started and not yet waited for. Behind it in memory lie its operand and its
 # result, as they travel.
@@ -72,6 +59,7 @@ cdef struct Request:
     int code            # what MPI said when it was done
     char *send
     char *recv
+    Comparison comparison
 
 cdef Request *outstanding = NULL
 cdef int64_t n_started = 0
@@ -90,6 +78,7 @@ cdef Request *make_request(const Job *job, int64_t count) noexcept nogil:
     if request != NULL:
         request.comm, request.count, request.dtype = job.comm, count, job.dtype
         request.handle = request.done = request.code = 0
+        request.comparison.pending, request.comparison.difference = False, NULL
         request.send = <char *> (request + 1)
         request.recv = request.send + nbytes
     return request
@@ -103,15 +92,28 @@ cdef void test(Request *request) noexcept nogil:
 
 
 cdef int complete(Frame *frame, Request *request) noexcept nogil:
-    """Block until a request is done; no other thread may know it any more."""
+    """Block until a request is done; no other thread may know it any more.
+
+    Where the ranks have made different calls it may never be, and is not waited for.
+    """
     cdef char status[<int> MAX_STATUS]
     cdef Visit visit
     cdef Error *never
-    if not request.done:
+    cdef int code = 0
+    if not request.done or request.comparison.pending:
         enter(frame, WAIT, request.comm, request.count, NO_PEER, NO_OP, NO_DATA, &visit, &never)
-        request.code = (<wait_t> address[<int> WAIT])(&request.handle, status)
+        code = end_comparison(&request.comparison)
+        if code == 0 and not request.done and request.comparison.difference == NULL:
+            request.code = (<wait_t> address[<int> WAIT])(&request.handle, status)
+            request.done = True
         leave(&visit, 0)
-    return request.code
+    return code or request.code
+
+
+cdef void discard(Request *request) noexcept nogil:
+    """Free a request, unless MPI may still write to it."""
+    if request != NULL and request.done and not request.comparison.pending:
+        free(request)
 
 
 cdef int64_t count_pending() noexcept nogil:
@@ -258,12 +260,14 @@ cdef Error *iallreduce(Frame *frame) noexcept nogil:
             code = code or take_in(lane, &job, <char *> ffi_arg(frame, i).data, wire, count)
             wire += count * job.wire_item
         code = code or carry(lane, ffi_ret(frame, i + 1), ffi_arg(frame, i))
+    code = code or start_comparison(frame, comm, visit.entry, &request.comparison)
     code = code or start(&job, request)
     if code == 0:
         publish(request)
         code = set_small(lane, ffi_ret(frame, 0), &request.number)
     else:
-        free(request)
+        request.done = True
+        discard(request)
     return check(frame, IALLREDUCE, leave(&visit, code), comm, 0, NO_PEER)
 
 
@@ -277,6 +281,7 @@ cdef Error *wait(Frame *frame) noexcept nogil:
     cdef Request *request
     cdef Lane lane
     cdef int64_t number
+    cdef char text[DIFFERENCE]
     cdef int code = open_lane(frame, comm, NEVER, &lane)
     if code == 0:
         code = get_small(&lane, &number, ffi_arg(frame, 0))
@@ -286,12 +291,15 @@ cdef Error *wait(Frame *frame) noexcept nogil:
     error = unfit(frame, &job, request, number)
     if request != NULL:
         code = complete(frame, request)
+        if error == NULL and request.comparison.difference != NULL:
+            tell_difference(&request.comparison, text, sizeof(text))
+            error = ffi_error(frame, text)
         if code == 0 and error == NULL:
             code = finish_wait(frame, &lane, &job, request)
     code = close_lane(&lane, code)
     if error == NULL:
         error = check(frame, WAIT, code, comm, request.count, NO_PEER)
-    free(request)
+    discard(request)
     return error
 
 
@@ -344,13 +352,19 @@ def pending():
 def complete_all(int64_t comm_id=ANY):
     """Complete the requests that nobody waited for: of one communicator, or all."""
     cdef Request *request
+    cdef char text[DIFFERENCE]
     cdef int code = 0
+    text[0] = 0
     with nogil:
         request = take(ANY, comm_id)
         while request != NULL:
             code = complete(NULL, request) or code
-            free(request)
+            if request.comparison.difference != NULL:
+                tell_difference(&request.comparison, text, sizeof(text))
+            discard(request)
             request = take(ANY, comm_id)
+    if text[0] != 0:
+        raise RuntimeError(text.decode())
     if code != 0:
         raise RuntimeError(f"An MPI_Iallreduce that was not waited for failed with code {code}.")
 

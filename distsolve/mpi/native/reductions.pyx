@@ -9,8 +9,8 @@ from libc.stdint cimport int64_t
 from distsolve.mpi.native.abi cimport (
     ALLREDUCE, BCAST, EXSCAN, REDUCE, REDUCE_SCATTER_BLOCK, SCAN, Call, Comm,
 )
-from distsolve.mpi.native.agreement cimport verify
 from distsolve.mpi.native.calls cimport NO_OP, NO_PEER, Visit, check, enter, leave, ready
+from distsolve.mpi.native.canary cimport verify
 from distsolve.mpi.native.columns cimport reduce_scatter
 from distsolve.mpi.native.device cimport NEVER
 from distsolve.mpi.native.engine cimport Job, direct_bytes, job_of, mirror, run
@@ -35,9 +35,12 @@ cdef Error *combine(Frame *frame, Call call, int op_at, int root_at) noexcept no
             frame, call, comm, count, root, op, direct_bytes(&job, count), &visit, &error):
         return error
     job.lane = &visit.lane
-    cdef int code = leave(&visit, run(&job))
-    error = check(frame, call, code, comm, count, NO_PEER)
-    return verify(frame, comm, visit.entry, &visit.canary) if error == NULL else error
+    cdef int code = run(&job)
+    cdef Error *wrong = NULL
+    if code == 0:
+        wrong = verify(frame, comm, visit.entry, &visit.canary)
+    error = check(frame, call, leave(&visit, code), comm, count, NO_PEER)
+    return error if wrong == NULL else wrong
 
 
 # chunk, comm, op

@@ -12,3 +12,5 @@ cdef extern from "threads.h" nogil:
     int64_t now(const int64_t *counter)
     int start_thread(pthread_t *thread, void *(*function)(void *) noexcept nogil)
     int pthread_detach(pthread_t thread)
+    void nap()
+    void sleep_precisely()

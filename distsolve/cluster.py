@@ -9,7 +9,18 @@ from __future__ import annotations
 from distsolve import mpi
 from distsolve.initialize import select_device
 from distsolve.mpi._jaxcompat import ClusterEnv, ask_first
-from distsolve.rendezvous import meet
+from distsolve.rendezvous import assemble, meet
+
+
+def _port(text: str | None) -> int:
+    if not text:
+        return 0
+    if not text.isdecimal() or int(text) > 65535:
+        raise ValueError(
+            f"JAX_COORDINATOR_PORT is {text!r}; expected a port from 1 to 65535, or 0 or nothing "
+            "for one that is free."
+        )
+    return int(text)
 
 
 @ask_first
@@ -28,8 +39,10 @@ class MPICluster(ClusterEnv):
         cls, timeout_secs: int | None, override_coordinator_port: str | None
     ) -> str:
         """Give where all ranks can reach rank 0; collective at the first call."""
-        port = int(override_coordinator_port or 0)
-        return meet(port=port, timeout=timeout_secs or 300)
+        port = _port(override_coordinator_port)
+        timeout = timeout_secs or 300
+        assemble(timeout=timeout)
+        return meet(port=port, timeout=timeout)
 
     @classmethod
     def get_process_count(cls) -> int:

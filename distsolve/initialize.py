@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from distsolve.mpi import launcher
 from distsolve.mpi._jaxcompat import cluster_names, has_backend, is_in_cluster
 from distsolve.mpi.comm import resolve
 from distsolve.mpi.device import jax_uses_gpus
-from distsolve.rendezvous import meet
+from distsolve.rendezvous import assemble, meet
 
 DEVICE_LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 OWN_METHOD, ANY_METHOD = "distsolve", "auto"
@@ -47,10 +48,13 @@ def initialize(
         recognises. Nothing is asked of MPI then, `comm` and `interface` stay None, and the index
         of a process is what that method says.
     interface : str, optional
-        Network interface of rank 0's node, such as ``"ib0"``, at which the other nodes reach it. By
-        default its host name says which; where all ranks share a node it is the loopback interface.
+        Network interface of rank 0's node, such as ``"ib0"``, at which the other nodes reach it;
+        what rank 0 gives counts. By default its host name says which; where all ranks share a node
+        it is the loopback interface.
     timeout : float
-        Seconds that each node has to reach rank 0, and then JAX to connect all ranks.
+        Seconds in which all ranks must have come to this call, then each node have reached rank 0,
+        then JAX have connected all ranks. Where ranks do not come, one that waits says so on
+        stderr, and the job ends.
     local_device_ids : int or sequence of int, optional
         The GPUs of this rank, as ``jax.distributed.initialize`` takes them. By default the one that
         `select_device` gives.
@@ -68,13 +72,17 @@ def initialize(
 
     Communication
     -------------
-    Collective over `comm`: a broadcast and an allgather by MPI, and a connection from each rank to
-    rank 0.
+    Collective over `comm`: a barrier, a broadcast and an allgather by MPI, and a connection from
+    each rank to rank 0.
     """
     _check(interface, timeout, local_device_ids)
     _check_method(method, comm, interface)
-    if (method == OWN_METHOD and mpi.size(comm) == 1) or jax.distributed.is_initialized():
+    if jax.distributed.is_initialized():
         return
+    if method == OWN_METHOD:
+        assemble(comm, timeout=timeout)
+        if mpi.size(comm) == 1:
+            return
     _refuse_late("initialize")
     arguments: dict[str, Any] = {
         "local_device_ids": local_device_ids,
@@ -136,7 +144,7 @@ def _check(interface: Any, timeout: Any, local_device_ids: Any) -> None:
             f"`interface` is {interface!r}; expected the name of a network interface, such as "
             "'ib0', or None."
         )
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
     if not is_number or not 0 < timeout < math.inf:
         raise ValueError(f"`timeout` is {timeout!r}; expected a positive number of seconds.")
     devices = local_device_ids
@@ -152,7 +160,7 @@ def _check(interface: Any, timeout: Any, local_device_ids: Any) -> None:
 
 
 def _is_device(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def local_rank(comm: Any = None) -> int:

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from distsolve.mpi.comm import Comm, live, resolve
+from distsolve.mpi.library import load
+from distsolve.mpi.watchdog import waiting_for_all
 
 LOOPBACK = "127.0.0.1"
 ATTEMPTS = 5
@@ -43,6 +45,28 @@ class Offer(NamedTuple):
     def address(self) -> str:
         """The address in the form that JAX takes."""
         return f"{self.host}:{self.port}"
+
+
+def assemble(comm: Any = None, *, timeout: float) -> None:
+    """Wait until all ranks of a communicator are here; the job ends where some do not come.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm or None
+        None is the world.
+    timeout : float
+        Seconds that a rank waits for the others. A rank that has waited longer says so on stderr,
+        and ends the job.
+
+    Communication
+    -------------
+    A barrier.
+    """
+    members = live(comm)
+    if members is not None:
+        remedy = "start jax.distributed at the same place on all of them, or raise the time-out"
+        with waiting_for_all(load().MPI, "the start of jax.distributed", remedy, timeout):
+            members.Barrier()
 
 
 def meet(

@@ -94,6 +94,15 @@ def test_methods_that_are_none(arguments, said, monkeypatch):
         distsolve.initialize(**arguments)
 
 
+@once
+@pytest.mark.parametrize("text", ["abc", "-1", "65536"])
+def test_a_port_that_is_none(text):
+    from distsolve.cluster import MPICluster  # registers it, where nobody asks
+
+    with pytest.raises(ValueError, match=f"JAX_COORDINATOR_PORT is '{text}'; expected a port"):
+        MPICluster.get_coordinator_address(1, text)
+
+
 def test_local_rank(comm):
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     expected = node.rank

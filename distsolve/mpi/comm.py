@@ -121,7 +121,12 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
         lifecycle.start(MPI)
     wanted = _chunk_from_environment()
     wait_for_ordered()
-    with watchdog.waiting_for_all(MPI, "the first use of a communicator"):
+    with watchdog.waiting_for_all(
+        MPI,
+        "the first use of a communicator",
+        "if they never make this call, as after a branch on the rank, let them make it; if they do, "
+        "but later, call distsolve.mpi.prepare(comm) on all of them before",
+    ):
         duplicate = comm.Dup()
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)
     node = duplicate.Split_type(MPI.COMM_TYPE_SHARED)

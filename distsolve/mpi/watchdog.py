@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import math
+import numbers
 import os
 import secrets
 import signal
@@ -19,6 +20,7 @@ from distsolve.mpi.native import agreement, recorder
 from distsolve.mpi.native import watchdog as native
 
 _ACTIONS = ("abort", "report")
+_OFF = (0.0, "abort")
 _CHECK_SECONDS = 60.0
 _STDERR = 2
 # Of the network that is reserved for documentation: nothing is sent there.
@@ -96,9 +98,21 @@ def _refuse_differences(everyone: list[tuple]) -> None:
 
 
 @contextlib.contextmanager
-def waiting_for_all(MPI: Any, what: str) -> Iterator[None]:
-    """Bound the time of something collective that comes before watchdogs know each other."""
-    seconds, action = _limit or _of_environment() or (0.0, "abort")
+def waiting_for_all(
+    MPI: Any, what: str, remedy: str, seconds: float | None = None
+) -> Iterator[None]:
+    """Bound the time of something collective that comes before watchdogs know each other.
+
+    Parameters
+    ----------
+    MPI : module
+    what, remedy : str
+        What the ranks are in, and what lets all of them come.
+    seconds : float, optional
+        After which the job ends, whatever the time-out is.
+    """
+    limits = [_limit or _of_environment() or _OFF, (seconds or 0.0, "abort")]
+    seconds, action = min((limit for limit in limits if limit[0]), default=_OFF)
     if seconds == 0:
         yield
         return
@@ -109,8 +123,7 @@ def waiting_for_all(MPI: Any, what: str) -> Iterator[None]:
         text = (
             f"\ndistsolve: rank {rank} of {size} has been in {what} at {where} for longer than the "
             f"time-out of {seconds:.1f} s. It needs all ranks of the communicator, and some have "
-            "not come. If they never make this call, as after a branch on the rank, let them make "
-            "it; if they do, but later, call distsolve.mpi.prepare(comm) on all of them before.\n"
+            f"not come: {remedy}.\n"
         )
         os.write(_STDERR, text.encode())
         faulthandler.dump_traceback(_STDERR)
@@ -129,24 +142,31 @@ def waiting_for_all(MPI: Any, what: str) -> Iterator[None]:
 def _checked(
     seconds: Any, action: Any, name: str, action_name: str, none: str = "None"
 ) -> tuple[float, str]:
-    if action not in _ACTIONS:
-        raise ValueError(f"`{action_name}` is {action!r}; expected one of {', '.join(_ACTIONS)}.")
+    _check_action(action, action_name)
     if seconds is None:
         return 0.0, action
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
         raise TypeError(
             f"`{name}` is {seconds!r} of type {type(seconds).__name__}; expected a number of "
             "seconds, or None for no time-out."
         )
+    seconds = float(seconds)
     if not 0 < seconds <= 1e9 or not math.isfinite(seconds):
         raise ValueError(
             f"`{name}` is {seconds!r}; expected a number of seconds from above 0 to 1e9, or "
             f"{none} for no time-out."
         )
-    return float(seconds), action
+    return seconds, action
+
+
+def _check_action(action: Any, name: str) -> None:
+    if action not in _ACTIONS:
+        raise ValueError(f"`{name}` is {action!r}; expected one of {', '.join(_ACTIONS)}.")
 
 
 def _of_environment() -> tuple[float, str] | None:
+    action = os.environ.get("DISTSOLVE_TIMEOUT_ACTION", "") or "abort"
+    _check_action(action, "DISTSOLVE_TIMEOUT_ACTION")
     text = os.environ.get("DISTSOLVE_TIMEOUT", "")
     if text == "" and agreement.get_checking():
         return _CHECK_SECONDS, "report"
@@ -161,7 +181,6 @@ def _of_environment() -> tuple[float, str] | None:
         ) from error
     if seconds == 0:
         return None
-    action = os.environ.get("DISTSOLVE_TIMEOUT_ACTION", "") or "abort"
     return _checked(seconds, action, "DISTSOLVE_TIMEOUT", "DISTSOLVE_TIMEOUT_ACTION", "0")
 
 

@@ -155,14 +155,20 @@ def test_below_multiple():
 BEFORE_THE_WORLD = {
     "another communicator": (
         "turned = MPI.COMM_WORLD.Split(0, -mpi.rank())\nmpi.prepare(turned)\n"
-        "if mpi.rank() == 0: time.sleep(40)\nmpi.scan(jnp.ones(7), comm=turned)",
-        r"rank 1 of 2 has been in MPI_Scan float32\[7\] SUM \(communicator 1, collective 1\)",
+        "if mpi.rank() == 0: time.sleep(40)\nmpi.allreduce(jnp.ones(7), comm=turned)",
+        r"rank 1 of 2 has been in MPI_Allreduce float32\[7\] SUM \(communicator 1, collective 1\)",
         r"rank 1: has made no call yet",
     ),
     "a first use on one rank": (
         "if mpi.rank() == 1: mpi.send(jnp.ones(5), 0)\ntime.sleep(40)",
         r"rank 1 of 2 has been in the first use of a communicator at \S+job\.py:3 ",
         r"call distsolve\.mpi\.prepare",
+    ),
+    "a start on one rank": (
+        "if MPI.COMM_WORLD.rank == 1: import distsolve; distsolve.initialize(timeout=1)\n"
+        "time.sleep(40)",
+        r"rank 1 of 2 has been in the start of jax\.distributed at \S+job\.py:3 ",
+        r"longer than the time-out of 1\.0 s.* or raise the time-out",
     ),
 }
 
@@ -177,6 +183,16 @@ def test_a_hang_before_the_world_is_used(name):
     assert "most recent call first" in done.stderr
     assert done.returncode not in (0, -1)
     assert not done.timed_out
+
+
+def test_requests_that_differ_in_size():
+    """Also where MPI itself fails over them."""
+    program = "mpi.wait(mpi.iallreduce(jnp.ones(4 + rank)))\n"
+    done = run_ranks(HEADER + program, np=2, env={"DISTSOLVE_CHECK": "1"})
+    assert done.returncode not in (0, -1)
+    said = re.search(r"rank (\d): MPI_Iallreduce float32\[(\d)\] SUM .*job\.py", done.stderr)
+    assert said, done.stderr
+    assert int(said[2]) == 4 + int(said[1]), done.stderr
 
 
 def test_check_mode_by_its_variable():
@@ -243,7 +259,7 @@ else:
         ({"DISTSOLVE_TIMEOUT": "soon"}, "DISTSOLVE_TIMEOUT is 'soon'; expected a number"),
         ({"DISTSOLVE_TIMEOUT": "-1"}, "`DISTSOLVE_TIMEOUT` is -1.0; expected a number"),
         (
-            {"DISTSOLVE_TIMEOUT": "5", "DISTSOLVE_TIMEOUT_ACTION": "wait"},
+            {"DISTSOLVE_TIMEOUT_ACTION": "wait"},
             "`DISTSOLVE_TIMEOUT_ACTION` is 'wait'; expected one of abort, report",
         ),
         ({"DISTSOLVE_CHECK": "yes"}, "DISTSOLVE_CHECK is 'yes'; expected 1 or calls for on"),

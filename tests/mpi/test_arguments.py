@@ -13,6 +13,7 @@ from mpi4py import MPI
 from spmd import agree, assert_equal, ranks
 
 from distsolve import mpi
+from distsolve.mpi import watchdog
 
 HUGE = 10**6  # more ranks than any test has
 MOST = 1 << 20  # bytes of a reduction in the background
@@ -346,6 +347,11 @@ def test_concrete_integers_of_any_kind_are_taken(argument):
 
 
 @pytest.mark.once
+def test_seconds_of_any_kind_are_taken():
+    for seconds in (3, 3.5, np.float32(3), np.int64(3)):
+        assert watchdog._checked(seconds, "abort", "seconds", "action") == (seconds, "abort")
+
+
 def test_operations_that_programs_cannot_use():
     own = MPI.Op.Create(lambda a, b, dtype: None, commute=True)
     for op in (own, MPI.MAXLOC, MPI.REPLACE, MPI.OP_NULL):

@@ -20,7 +20,6 @@ import numpy as np
 
 from distsolve.mpi import device, watchdog
 from distsolve.mpi.launcher import warn_of_mismatch
-from distsolve.mpi.lifecycle import is_on
 from distsolve.mpi.native import (
     abi,
     agreement,
@@ -34,6 +33,7 @@ from distsolve.mpi.native import (
 )
 from distsolve.mpi.operations import DTYPES, Op, identities
 from distsolve.mpi.programs import compare_programs
+from distsolve.mpi.switches import is_on, refuse_unknown
 
 HANDLERS = {
     f"distsolve_{name}": handler
@@ -42,11 +42,6 @@ HANDLERS = {
 }
 _THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 _SERIALIZED = 2
-_SWITCHES = {
-    "DISTSOLVE_NO_MPI": ("1",),
-    "DISTSOLVE_NO_IN_PLACE": ("1",),
-    "DISTSOLVE_CHECK": ("1", "calls"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +86,7 @@ def load() -> Library:
 
 def _load() -> Library:
     _refuse_unknown_machine()
-    _refuse_unknown_settings()
+    refuse_unknown()
     if is_on("DISTSOLVE_NO_MPI"):
         library = _bind_serial()
     else:
@@ -127,16 +122,6 @@ def _refuse_unknown_machine() -> None:
             f"distsolve passes MPI handles in 64-bit integer registers, which is known to be right "
             f"on Linux with x86_64 or aarch64; this is {sys.platform} with {machine}."
         )
-
-
-def _refuse_unknown_settings() -> None:
-    """`no` or `false` would turn a switch on."""
-    for name, texts in _SWITCHES.items():
-        text = os.environ.get(name, "")
-        if text not in ("", "0", *texts):
-            raise ValueError(
-                f"{name} is {text!r}; expected {' or '.join(texts)} for on, 0 for off."
-            )
 
 
 def _bind_serial() -> Library:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from distsolve.mpi import launcher, sites
 from distsolve.mpi._jaxcompat import wait_for_ordered
 from distsolve.mpi.native import abi, nonblocking, recorder, watchdog
+from distsolve.mpi.switches import is_on
 
 _finalizing = False
 _failure: tuple[int, str] | None = None  # status and line of the `sys.exit` that ends the program
@@ -31,11 +32,6 @@ def start(MPI: Any) -> None:
     keyval = MPI.Comm.Create_keyval(delete_fn=_on_finalize)
     MPI.COMM_SELF.Set_attr(keyval, True)
     atexit.register(finish)
-
-
-def is_on(switch: str) -> bool:
-    """Whether an environment variable is set to something other than 0."""
-    return os.environ.get(switch, "") not in ("", "0")
 
 
 def finish() -> None:
@@ -88,9 +84,8 @@ def abort_on_exception() -> None:
 
 def _wants_abort() -> bool:
     """Unless told otherwise, or a debugger or a person at a prompt is watching."""
-    setting = os.environ.get("DISTSOLVE_ABORT", "")
-    if setting:
-        return setting != "0"
+    if is_on("DISTSOLVE_ABORT") or os.environ.get("DISTSOLVE_ABORT") == "0":
+        return is_on("DISTSOLVE_ABORT")
     return sys.gettrace() is None and not hasattr(sys, "ps1") and not sys.flags.interactive
 
 

@@ -73,8 +73,12 @@ class Profile:
     seconds: float = 0.0
     ranks: int = 1
 
+    @property
+    def _size(self) -> str:
+        return f"{self.ranks} rank{'s'[: self.ranks > 1]}"
+
     def __str__(self) -> str:
-        head = f"{self.ranks} ranks, {self.seconds:.3f} s; seconds of a rank, on average"
+        head = f"{self._size}, {self.seconds:.3f} s; seconds of a rank, on average"
         names = ("call", "calls", "bytes", "wait s", "transfer s", "latest rank", "where")
         rows = [names, *map(_cells, self.lines)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -109,7 +113,7 @@ class Profile:
         moving = [line.transfer for line in self.lines]
         axes.barh(labels, moving, left=waits, color="tab:blue", label="moving data")
         axes.set_xlabel("seconds of a rank, on average")
-        axes.set_title(f"{self.ranks} ranks, {self.seconds:.3g} s")
+        axes.set_title(f"{self._size}, {self.seconds:.3g} s")
         axes.invert_yaxis()
         axes.legend()
         figure.savefig(path)

@@ -26,7 +26,9 @@ def row(text, name):
 
 
 def test_a_healthy_job():
-    env = {"DISTSOLVE_CHUNK_BYTES": "65536"}
+    """Whatever JAX is told by its variables for finding faults."""
+    env = {"DISTSOLVE_CHUNK_BYTES": "65536", "JAX_DISABLE_JIT": "1"}
+    env |= dict.fromkeys(("JAX_DEBUG_NANS", "JAX_DEBUG_INFS"), "1")
     done = run_ranks(HEADER + RUN, np=2, args=["--json"], timeout=120, env=env).check()
     said = json.loads(done.stdout)
     assert said["ranks"] == 2

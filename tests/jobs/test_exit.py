@@ -6,6 +6,8 @@ import time
 import pytest
 from launch import run_ranks
 
+from distsolve.mpi import switches
+
 HEADER = """\
 import sys, threading, time
 import jax, jax.numpy as jnp
@@ -232,6 +234,16 @@ print("went on", flush=True)
     assert "no such molecule" in done.stderr
     assert "ending the job" not in done.stderr
     assert "went on" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["DISTSOLVE_ABORT", "DISTSOLVE_NO_MPI"])
+def test_a_switch_with_a_text_that_means_nothing_is_off(name, monkeypatch):
+    """So the hook of exceptions works until the first use of MPI, which refuses the text."""
+    for text, on in (("", False), ("0", False), ("1", True), ("false", False)):
+        monkeypatch.setenv(name, text)
+        assert switches.is_on(name) == on
+    with pytest.raises(ValueError, match=f"{name} is 'false'; expected 1 for on, 0 for off"):
+        switches.refuse_unknown()
 
 
 def test_calls_after_finalize_raise():

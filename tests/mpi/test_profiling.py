@@ -55,7 +55,7 @@ def test_a_block_is_measured(tmp_path):
     agree(all(line.wait >= 0 and line.transfer >= 0 for line in found.lines))
     agree(all(line.where.startswith(f"{__file__}:") for line in found.lines[:2]))
     text = str(found)
-    agree(text.startswith(f"{size} rank") and f"{__file__}:" in text)
+    agree(text.startswith(f"{size} ranks, " if size > 1 else "1 rank, ") and f"{__file__}:" in text)
     everyone = ranks().reporting.allgather(text)
     agree(len(set(everyone)) == 1)
     picture = tmp_path / "profile.png"

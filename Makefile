@@ -94,7 +94,7 @@ bench: .venv-bench/.ready
 	exit $$status
 
 docs: .venv-docs/.ready
-	.venv-docs/bin/mkdocs build --strict
+	.venv-docs/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
 
 clean:
 	rm -rf .venv .venv-newest .venv-openmpi .venv-bench .venv-docs build dist *.egg-info
@@ -141,8 +141,7 @@ endef
 		.venv-bench/bin/python $(PIP) --no-build-isolation $(MPI4JAX)
 	touch $@
 
-.venv-docs/.ready: pyproject.toml
-	echo "setting up .venv-docs"
-	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
-	$(PYTHON) $(REQUIREMENTS) docs | .venv-docs/bin/python $(PIP) -r /dev/stdin
+# The reference is read from the library, which is imported for it.
+.venv-docs/.ready: $(BUILD_INPUTS)
+	$(call install,.venv-docs,$(PYTHON),$(LOWEST_JAX),docs)
 	touch $@

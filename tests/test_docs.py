@@ -10,6 +10,7 @@ import functools
 import inspect
 import re
 import runpy
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -18,11 +19,11 @@ import pytest
 from spmd import agree, ranks
 
 import distsolve
-from distsolve import mpi
+from distsolve import linalg, mpi
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
 REFERENCE = (
     "primitives.md",
     "spaces.md",
@@ -36,6 +37,7 @@ REFERENCE = (
     "initialize.md",
 )
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
+ENTRY = re.compile(r"^\.\. auto(?:function|class|exception|data):: ([\w.]+)$", re.MULTILINE)
 BLOCK = re.compile(r"^(?:<!-- (.+?) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 BLOCKS = [
@@ -73,6 +75,18 @@ def test_every_public_name_is_documented(module, name):
     pages = [(ROOT / "docs" / page).read_text() for page in REFERENCE]
     mention = re.compile(rf"`(?:[\w.]+\.)?{name}\b")
     agree(any(map(mention.search, pages)), f"{name} is in none of {REFERENCE}")
+
+
+@pytest.mark.once
+def test_every_public_name_has_one_entry_in_the_reference():
+    """Those of `distsolve.linalg` are in `distsolve`, as the same objects."""
+    pages = [page.read_text() for page in sorted((ROOT / "docs/reference").glob("*.md"))]
+    entries = Counter(name for page in pages for name in ENTRY.findall(page))
+    public = {f"{module}.{name}" for module, name in PUBLIC} - {"distsolve.mpi"}
+    public.add("distsolve.linalg.space.Space")  # what all spaces have
+    agree(not public - entries.keys(), f"without an entry: {public - entries.keys()}")
+    agree(not entries - Counter(public), f"twice, or not public: {entries - Counter(public)}")
+    agree(set(linalg.__all__) <= set(distsolve.__all__), "names of linalg only")
 
 
 @pytest.mark.once

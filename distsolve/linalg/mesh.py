@@ -64,7 +64,7 @@ class MeshAxis(Space):
         return jax.lax.pmax(trees.nan_as_inf(x), self.name)
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Return ``x`` of every device: (devices, *shape) replicated. One psum."""
+        """Return ``x`` of every device: ``(devices, *shape)`` replicated. One psum."""
         # A sum of rows rather than an all_gather, because JAX takes its result as replicated.
         rows = jnp.zeros((self.ranks(), *x.shape), x.dtype)
         return self.sum(rows.at[jax.lax.axis_index(self.name)].set(x))

@@ -149,7 +149,7 @@ class Space:
         raise NotImplementedError
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Return ``x`` of every rank: (ranks, *shape) replicated.
+        """Return ``x`` of every rank: ``(ranks, *shape)`` replicated.
 
         Communication: one message, of the size of the result.
         """
@@ -158,7 +158,7 @@ class Space:
     def merge_moments(self, x: jax.Array, sides: tuple[int, ...]) -> jax.Array:
         """Return what the ranks' tiles of moments merge into, (tiles, length) replicated.
 
-        ``sides`` are those of a tile; see `distsolve.linalg.tiles`.
+        ``sides`` are those of a tile; see ``distsolve.linalg.tiles``.
 
         Communication: one `gather`.
         """
@@ -361,7 +361,7 @@ class Sharded(_OnRanks):
         return mpi.wait(pending, after=after)
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Return ``x`` of every rank: (ranks, *shape) replicated. One allgather."""
+        """Return ``x`` of every rank: ``(ranks, *shape)`` replicated. One allgather."""
         return x[None] if self.ranks() == 1 else mpi.allgather(x, comm=self.comm)
 
     def merge_moments(self, x: jax.Array, sides: tuple[int, ...]) -> jax.Array:
@@ -404,7 +404,9 @@ class Sharded(_OnRanks):
         -------
         (sum(recv_counts), ...) sharded
 
-        Communication: one alltoallv; none at one rank.
+        Communication
+        -------------
+        One alltoallv; none at one rank.
         """
         if self.ranks() == 1:
             return x

@@ -62,7 +62,8 @@ def scatter(x: Any, root: int = 0, *, comm: Any = None) -> Any:
     Parameters
     ----------
     x : pytree of arrays
-        (size, *shape) at the root; elsewhere a template (*shape) whose values do not matter.
+        ``(size, *shape)`` at the root; elsewhere a template ``(*shape)`` whose values do not
+        matter.
     root, comm : as for `gather`.
 
     Returns
@@ -149,7 +150,8 @@ def scatterv(x: Any, counts: Sequence[int], root: int = 0, *, comm: Any = None) 
     Parameters
     ----------
     x : pytree of arrays
-        (sum(counts), *shape) at the root; elsewhere a template whose leading axis has any length.
+        ``(sum(counts), *shape)`` at the root; elsewhere a template whose leading axis has any
+        length.
     counts, root, comm : as for `gatherv`.
 
     Returns

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from spmd import agree, ranks
 from distsolve import mpi
 from distsolve.linalg import Gram, Replicated, Sharded, cg, gmres, lsmr, minres
 from distsolve.linalg.krylov import cg as cgs
+from distsolve.linalg.krylov import cg_gram
 from distsolve.linalg.krylov import gmres as gmres_file
 from distsolve.linalg.krylov import lsmr as lsmr_file
 from distsolve.linalg.krylov import minres as minres_file
@@ -23,7 +25,14 @@ SOLVERS = {
 }
 SOLVERS["minres"] = minres, minres_file.COST
 SOLVERS["gmres"] = functools.partial(gmres, restart=8), gmres_file.COST
-
+DOCS = Path(__file__).resolve().parents[2] / "docs/krylov.md"
+COLUMNS = {
+    "products with `A`": "matvec",
+    "with its adjoint": "adjoint",
+    "reductions": "reductions",
+    "agreements": "agreements",
+    "vectors held": "vectors",
+}
 
 VECTOR = 5000
 STEP = re.compile(r"^%[\w.]*.*?^}", re.MULTILINE | re.DOTALL)
@@ -122,3 +131,18 @@ def test_a_step_of_least_squares_costs_what_the_table_says(columns):
     # The sums of shares are a part of the products.
     seen = columns == "replicated" or unseen == (0, 0)
     agree(seen, f"info.reductions misses {unseen}")
+
+
+def table():
+    """Return the table of docs/krylov.md."""
+    costs = {f'`cg`, `method="{name}"`': method.cost for name, method in cgs.METHODS.items()}
+    costs |= {"`cg` of a `Gram`": cg_gram.COST, "`minres`": minres_file.COST}
+    costs |= {"`gmres`, `restart=30`": gmres_file.COST, "`lsmr`": lsmr_file.COST}
+    rows = [["solver", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
+    rows += [[name, *(cost.get(key, 0) for key in COLUMNS.values())] for name, cost in costs.items()]
+    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+
+
+@pytest.mark.once
+def test_the_table_of_costs_is_up_to_date():
+    agree(table() in DOCS.read_text(), f"docs/krylov.md should have:\n{table()}")

@@ -10,6 +10,7 @@ import functools
 import inspect
 import re
 import runpy
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from distsolve import linalg, mpi
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 REFERENCE = (
     "primitives.md",
     "spaces.md",
@@ -87,6 +88,14 @@ def test_every_public_name_has_one_entry_in_the_reference():
     agree(not public - entries.keys(), f"without an entry: {public - entries.keys()}")
     agree(not entries - Counter(public), f"twice, or not public: {entries - Counter(public)}")
     agree(set(linalg.__all__) <= set(distsolve.__all__), "names of linalg only")
+
+
+@pytest.mark.once
+def test_the_citation_is_of_this_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = (ROOT / "CITATION.cff").read_text().splitlines()
+    wanted = {f"{key}: {project[key]}" for key in ("version", "license")}
+    agree(wanted <= set(cited), f"CITATION.cff lacks {wanted - set(cited)}")
 
 
 @pytest.mark.once

@@ -139,7 +139,9 @@ def table():
     costs |= {"`cg` of a `Gram`": cg_gram.COST, "`minres`": minres_file.COST}
     costs |= {"`gmres`, `restart=30`": gmres_file.COST, "`lsmr`": lsmr_file.COST}
     rows = [["solver", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
-    rows += [[name, *(cost.get(key, 0) for key in COLUMNS.values())] for name, cost in costs.items()]
+    rows += [
+        [name, *(cost.get(key, 0) for key in COLUMNS.values())] for name, cost in costs.items()
+    ]
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
 
 

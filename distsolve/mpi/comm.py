@@ -124,8 +124,8 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
     with watchdog.waiting_for_all(
         MPI,
         "the first use of a communicator",
-        "if they never make this call, as after a branch on the rank, let them make it; if they do, "
-        "but later, call distsolve.mpi.prepare(comm) on all of them before",
+        "if they never make this call, as after a branch on the rank, let them make it; if they "
+        "do, but later, call distsolve.mpi.prepare(comm) on all of them before",
     ):
         duplicate = comm.Dup()
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)

@@ -393,7 +393,8 @@ def _look(method, problem, b, x0, scales, limits, wanted, cost, before):
     cost["look"] = problem.taken()
 
     damped, residual = jnp.hypot(residual, scaled.damp * moved), unit * residual
-    met = (residual <= limits.threshold) | (normal <= limits.tol * norm * damped)
+    optimal = (normal <= limits.tol * norm * damped) & jnp.isfinite(normal)  # NaN travels as inf
+    met = (residual <= limits.threshold) | optimal
     helps = (residual < 0.9 * before.residual) | (normal < 0.9 * before.normal)
     reason = jnp.select(
         [

@@ -152,6 +152,17 @@ def test_rows_spread_over_ranks():
     agree(abs(int(info.iterations) - int(whole.iterations)) <= 1, f"{info} {whole}")
 
 
+@pytest.mark.parametrize("where", ["uneven", "replicated"])
+def test_nan_on_one_rank(where):
+    A, b = tall()
+    space, mine = layout(where, M)
+    for value in (np.nan, np.inf):
+        rows = jnp.asarray(A[mine]).at[:1, 1].set(value if ranks().rank == 0 else 1)
+        x, info = lsmr(rows, b[mine], space=space)
+        same_everywhere(info)
+        agree(info.reason_name == "nonfinite" and not np.any(x), f"{x} {info.message}")
+
+
 def test_a_function_of_rows_is_transposed():
     A, b = tall()
     mine = layout("uneven", M).mine

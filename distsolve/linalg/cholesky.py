@@ -34,8 +34,8 @@ def solve(H: jax.Array, b: jax.Array, damping: jax.Array, space: Space):
         What was added to the diagonal besides: 0, or nine times the damping and then ten times
         as much at each attempt, never less than rounding asks for.
     solved : bool, replicated
-        False where no factor was good, a negative ``damping`` made the matrix indefinite, or ``b``
-        is not finite.
+        False where no factor was good, a negative ``damping`` made the matrix indefinite, ``b`` is
+        not finite, or an entry of ``b`` is not zero whose row of the matrix is, undamped.
 
     Communication
     -------------
@@ -92,7 +92,9 @@ def _search(H, b, damping, space):
     # Large enough that rounding, eps * largest, leaves some digits of the answer.
     least = float(eps) ** (2 / 3) * largest
     first = jnp.maximum(9 * jnp.max(jnp.abs(damping), initial=0), least)
-    hopeful = jnp.isfinite(largest) & jnp.all(damping >= 0) & jnp.all(jnp.isfinite(b))
+    # A force on what nothing moves: where squares have underflowed.
+    stuck = jnp.any(_damped(H, damping, 0)[1] & (b != 0))
+    hopeful = ~stuck & jnp.isfinite(largest) & jnp.all(damping >= 0) & jnp.all(jnp.isfinite(b))
 
     def go_on(carry):
         _, _, verdict, tries = carry
@@ -108,7 +110,7 @@ def _search(H, b, damping, space):
         # A pivot that is all rounding would make x a large random vector.
         pivots = jnp.real(jnp.diagonal(L)) ** 2
         sound = pivots > ROUNDING * eps * jnp.real(jnp.diagonal(damped))
-        good = jnp.all(jnp.isfinite(x)) & jnp.all(sound)
+        good = ~stuck & jnp.all(jnp.isfinite(x)) & jnp.all(sound)
         failed = jnp.where(hopeful, RUNNING, HOPELESS)
         verdict = jnp.where(good, SOLVED, failed).astype(raised.dtype)
         return x, more, space.agree(verdict), tries + 1

@@ -261,6 +261,13 @@ def test_nothing_finite_is_said(method):
         info.raise_if_failed()
 
 
+def test_a_matrix_that_has_underflowed_is_not_solved():
+    c = case("real")
+    J = (1e-25 * c.here(c.J)).astype(np.float32)  # whose squares are 0, and whose force is not
+    x, info = natural_gradient(J, c.here(c.r).astype(np.float32), shift=0.0, method="dense")
+    agree(not info.converged and not np.any(x), f"{x} {info}")
+
+
 @pytest.mark.parametrize("method", DIRECT)
 def test_no_samples_at_all(method):
     x, _ = natural_gradient(jnp.zeros((0, 3)), jnp.zeros(0), shift=SHIFT, method=method)

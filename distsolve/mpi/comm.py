@@ -120,6 +120,7 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
         _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
         lifecycle.start(MPI)
     wanted = _chunk_from_environment()
+    device.check_environment()
     wait_for_ordered()
     with watchdog.waiting_for_all(
         MPI,
@@ -163,7 +164,8 @@ def _agree_on_road(MPI: Any, duplicate: Any, probing: bool) -> tuple[int, int]:
     agreed = duplicate.allreduce(mine.direct_from, op=MPI.MAX)
     reasons = duplicate.allgather(mine.reason if mine.direct_from == agreed else None)
     device.keep(agreed, next(reason for reason in reasons if reason))
-    return agreed, duplicate.allreduce(device.staging_bytes(), op=MPI.MIN)
+    staging = duplicate.allreduce(device.staging_bytes(), op=MPI.MIN)
+    return agreed if device.find() else device.NEVER, staging
 
 
 def _publish(

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -120,10 +123,9 @@ def find() -> str | None:
     if _loaded is None and jax_uses_gpus():
         for name, driver in DRIVERS.items():
             try:
-                library = open_library(driver.library)
-            except OSError:
+                bind(name, open_library(driver.library))
+            except (OSError, AttributeError):  # not there, or too old
                 continue
-            bind(name, library)
             break
     return _loaded
 
@@ -145,11 +147,10 @@ def bind(platform: str, library: ctypes.CDLL) -> None:
     _loaded = platform
 
 
+@functools.cache
 def staging_bytes() -> int:
-    """The bytes in one half of the staging memory that this process wants."""
-    text = os.environ.get("DISTSOLVE_STAGING_BYTES")
-    if text is None:
-        return STAGING_BYTES
+    """The bytes in one half of the staging memory, as the environment has them at first."""
+    text = os.environ.get("DISTSOLVE_STAGING_BYTES") or str(STAGING_BYTES)
     if not text.isdecimal() or not MIN_STAGING <= int(text) <= MAX_STAGING:
         raise ValueError(
             f"DISTSOLVE_STAGING_BYTES is {text!r}; expected a number of bytes from {MIN_STAGING} "
@@ -166,7 +167,7 @@ def road(probing: bool = True) -> Road:
     probing : bool
         Whether this process is the one of its node that tries, in ``auto``.
     """
-    wanted = os.environ.get("DISTSOLVE_GPU_MPI", "auto")
+    wanted = os.environ.get("DISTSOLVE_GPU_MPI") or "auto"
     name, _, size = wanted.partition(":")
     if name not in ROADS or (":" in wanted and (name != "direct" or not size.isdecimal())):
         raise ValueError(
@@ -181,6 +182,12 @@ def road(probing: bool = True) -> Road:
     if _road is not None:
         return _road
     return probe() if probing else Road(AUTO, "another rank of this node tried")
+
+
+def check_environment() -> None:
+    """Raise where a variable makes no sense, before anything is sent."""
+    staging_bytes()
+    road(probing=False)
 
 
 def keep(direct_from: int, reason: str) -> None:
@@ -198,19 +205,28 @@ def probe(command: tuple[str, ...] = (sys.executable, "-m", "distsolve.mpi.probe
     """
     environment = launcher.without_job(os.environ)
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    try:
-        child = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PROBE_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return Road(NEVER, f"MPI did not answer with device memory within {PROBE_SECONDS} s")
-    if child.returncode == 0:
+    environment["JAX_PLATFORMS"] = _loaded or ""  # and no other that JAX could fall back on
+    with tempfile.TemporaryFile("w+") as said:
+        try:
+            child = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # with all that MPI starts, to be ended together
+            )
+        except OSError as error:
+            return Road(NEVER, f"MPI was not tried with device memory: {error}")
+        try:
+            code = child.wait(PROBE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            return Road(NEVER, f"MPI did not answer with device memory within {PROBE_SECONDS} s")
+        said.seek(0)
+        lines = said.read().strip().splitlines()
+    if code == 0:
         return Road(AUTO, "MPI moved 4 MiB of device memory right; by size, as first calls say")
-    said = (child.stdout + child.stderr).strip().splitlines()
-    why = said[-1] if said else "nothing said"
-    return Road(NEVER, f"MPI does not take device memory (exit code {child.returncode}: {why})")
+    why = lines[-1] if lines else "nothing said"
+    return Road(NEVER, f"MPI does not take device memory (exit code {code}: {why})")

@@ -83,6 +83,9 @@ JOB_VARIABLES = (
     "OMPI_FIRST_",
     "OMPI_NUM_",
     "OMPI_FILE_",
+    "OMPI_MCA_ess",
+    "OMPI_MCA_orte_",
+    "OMPI_MCA_pmix",
 )
 
 

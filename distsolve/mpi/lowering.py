@@ -25,7 +25,7 @@ def lower(spec: OpSpec, ctx, *operands, ordered, where, **params):
             f"{spec.name} inside a program over {n_devices(ctx)} devices: each process must "
             "compute on one device. Inside `shard_map` use `jax.lax.psum` and its kin."
         )
-    if platforms(ctx) not in (("cpu",), (device.find(),)):
+    if platforms(ctx) != ("cpu",) and platforms(ctx) != (device.find(),):
         raise NotImplementedError(
             f"{spec.name} on platform {', '.join(platforms(ctx))}: it runs on one platform at a "
             "time, on CPUs and on GPUs whose driver is on this machine "

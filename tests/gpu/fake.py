@@ -62,10 +62,10 @@ def driver() -> ctypes.CDLL:
 
 
 @functools.cache
-def streams() -> tuple[int, int]:
-    """Two streams."""
-    make = driver().fake_stream
-    return make(ctypes.c_long(DELAY_US)), make(ctypes.c_long(DELAY_US))
+def streams() -> tuple[int, int, int]:
+    """Two streams of one context, and one of another."""
+    make, delay = driver().fake_stream, ctypes.c_long(DELAY_US)
+    return tuple(make(delay, ctypes.c_long(context)) for context in (1, 1, 2))
 
 
 class Device:

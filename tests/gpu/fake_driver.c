@@ -130,31 +130,27 @@ int cuMemAlloc_v2(void **at, size_t size) {
   return 0;
 }
 
-/* ---- contexts: one, to be current on a thread that allocates or copies ---- */
+/* ---- contexts: numbers, one to be current on a thread that allocates or copies ---- */
 
-static int the_context;
 static __thread int depth;
+static __thread void *current;
 
 static void require_context(void) {
   if (depth == 0) violate("no context was current");
 }
 
-int cuStreamGetCtx(void *stream, void **context) {
-  FAIL_IF_ORDERED;
-  *context = &the_context;
-  return stream == NULL;
-}
-
 int cuCtxPushCurrent_v2(void *context) {
   FAIL_IF_ORDERED;
-  if (context != &the_context) violate("another context");
+  if (context == NULL) violate("no context was entered");
+  current = context;
   ++depth;
   return 0;
 }
 
 int cuCtxPopCurrent_v2(void **context) {
   if (--depth < 0) violate("a context was left that was not entered");
-  *context = &the_context;
+  *context = current;
+  current = NULL;
   return 0;
 }
 
@@ -186,6 +182,7 @@ struct stream {
   struct work *first, *last;
   int64_t queued, done;
   long delay_us; /* before each piece of work */
+  void *context;
 };
 
 static struct stream streams[MOST_STREAMS];
@@ -213,9 +210,10 @@ static void *work_off(void *argument) {
   return NULL;
 }
 
-void *fake_stream(long delay_us) {
+void *fake_stream(long delay_us, long context) {
   struct stream *stream = &streams[n_streams++];
   stream->delay_us = delay_us;
+  stream->context = (void *)context;
   pthread_mutex_init(&stream->lock, NULL);
   pthread_cond_init(&stream->changed, NULL);
   pthread_create(&stream->thread, NULL, work_off, stream);
@@ -266,6 +264,12 @@ void fake_consume(struct stream *stream, void *host, const void *device, size_t 
 
 void fake_drain(struct stream *stream) { wait_until(stream, stream->queued); }
 
+int cuStreamGetCtx(struct stream *stream, void **context) {
+  FAIL_IF_ORDERED;
+  *context = stream == NULL ? NULL : stream->context;
+  return stream == NULL;
+}
+
 static int rightly_used(struct stream *stream) {
   require_context();
   if (stream == NULL) violate("the default stream was used");
@@ -303,6 +307,7 @@ int cuStreamSynchronize(struct stream *stream) {
 /* ---- events ---- */
 
 struct event {
+  void *context;
   struct stream *stream;
   int64_t number;
 };
@@ -311,12 +316,14 @@ int cuEventCreate(struct event **event, unsigned flags) {
   FAIL_IF_ORDERED;
   require_context();
   *event = calloc(1, sizeof(struct event));
+  if (*event != NULL) (*event)->context = current;
   return *event == NULL || flags != 2;
 }
 
 int cuEventRecord(struct event *event, struct stream *stream) {
   FAIL_IF_ORDERED;
   if (!rightly_used(stream)) return 0;
+  if (event->context != stream->context) violate("an event of another context was recorded");
   event->stream = stream;
   event->number = stream->queued;
   return 0;
@@ -356,7 +363,7 @@ int mutant_block(void *host, const void *device, size_t size, struct stream *str
 /* On a stream of its own, behind nothing. */
 int mutant_other_stream(void *device, const void *host, size_t size, struct stream *stream) {
   static struct stream *other;
-  if (other == NULL) other = fake_stream(0);
+  if (other == NULL) other = fake_stream(0, 1);
   return cuMemcpyHtoDAsync_v2(device, host, size, other);
 }
 
@@ -444,5 +451,6 @@ char *fake_call(XLA_FFI_Handler *handler, struct stream *stream, const struct bu
   char *error = (char *)handler(&frame);
   if (depth != 0) violate("a context was not left");
   depth = 0;
+  current = NULL;
   return error;
 }

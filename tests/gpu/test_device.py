@@ -13,7 +13,7 @@ from spmd import agree, ranks
 from distsolve import mpi
 from distsolve.mpi import device, table
 from distsolve.mpi.comm import resolve
-from distsolve.mpi.native import abi
+from distsolve.mpi.native import abi, agreement, nonblocking
 from distsolve.mpi.operations import DTYPES, Op
 
 STAGED, DIRECT = device.NEVER, device.ALWAYS
@@ -221,8 +221,11 @@ def test_reduction_in_the_background(gpu, dtype):
         agree(np.array_equal(mine, theirs), f"{mine} {theirs}")
 
 
-def test_barrier(gpu):
-    gpu.run(table.barrier.spec, [], comm=resolve().id)
+def test_barrier_comes_after_what_is_computed(gpu):
+    values = numbers(50)
+    read = gpu.consume(gpu.produce(values))
+    gpu.call(table.barrier.spec, [], comm=resolve().id)
+    agree(np.array_equal(read, values))  # without a wait of the test's own
 
 
 def test_stale_tails(gpu):
@@ -253,6 +256,11 @@ def test_two_streams_share_staging_memory(gpu):
     agree(np.array_equal(read_second, on_host(table.allreduce, [second], params)[0]))
 
 
+def test_two_devices_in_one_process(gpu):
+    for gpu.stream in (*streams(), *streams()):
+        check(gpu, table.allreduce, [numbers(400)], **reduction(table.allreduce))
+
+
 def test_host_memory_is_bounded(gpu):
     for size in (100, 2_000):
         check(gpu, table.allreduce, [numbers(size)], **reduction(table.allreduce))
@@ -261,43 +269,71 @@ def test_host_memory_is_bounded(gpu):
     agree(gpu.library.fake_pinned_bytes() == before)
 
 
+def copies_of(gpu, made, operands, in_place=True, **params):
+    """Compare a call with that on host memory, and return how often memory was copied for it."""
+    before = gpu.library.fake_copies()
+    check(gpu, made, operands, in_place, **params)
+    return gpu.library.fake_copies() - before
+
+
 def test_device_memory_for_an_mpi_that_takes_it(gpu):
+    sums = reduction(table.allreduce)
     gpu.library.fake_unprotect(1)
     road(DIRECT)
+    direct, staged = [], []
     try:
-        for made in (table.allreduce, table.reduce, table.scan, table.exscan, table.bcast):
+        for made in (table.allreduce, table.reduce, table.scan, table.bcast):
             for in_place in (True, False):
-                check(gpu, made, [numbers(700)], in_place, **reduction(made))
-        check(gpu, table.allreduce, [numbers(70, np.float16)], **reduction(table.allreduce))
-        check(gpu, table.allreduce, [numbers(9), numbers(8)], **reduction(table.allreduce))
-        check(gpu, table.allgather, [numbers(9)])
+                direct.append(copies_of(gpu, made, [numbers(700)], in_place, **reduction(made)))
+        direct.append(copies_of(gpu, table.allgather, [numbers(9)]))
+        staged.append(copies_of(gpu, table.exscan, [numbers(9)], **reduction(table.exscan)))
+        staged.append(copies_of(gpu, table.allreduce, [numbers(70, np.float16)], **sums))
+        staged.append(copies_of(gpu, table.allreduce, [numbers(9), numbers(8)], **sums))
         test_ring(gpu, 700)
         road(10 * 8)  # bytes from which it is worth while
-        for size in (9, 11):
-            check(gpu, table.allreduce, [numbers(size)], **reduction(table.allreduce))
+        staged.append(copies_of(gpu, table.allreduce, [numbers(9)], **sums))
+        direct.append(copies_of(gpu, table.allreduce, [numbers(10)], **sums))
     finally:
         gpu.library.fake_unprotect(0)
+    agree(not any(direct) and all(staged), f"{direct} {staged}")
 
 
 def test_the_quicker_road_is_taken(gpu):
-    # Six calls of a size are timed, in turn: with the driver this slow, the direct road wins.
+    # Six calls of a kind and size are timed, in turn. One rank is slow with copies: all go direct.
     gpu.library.fake_unprotect(1)
     road(device.AUTO)
-    gpu.set_delay(2000)
-    params = {"comm": resolve().id, **reduction(table.allreduce)}
-    copies = []
+    gpu.set_delay(2000 if ranks().rank == 0 else 0)
     try:
-        for number in range(9):
-            before = gpu.library.fake_copies()
-            x = numbers(100, seed=number)
-            check(gpu, table.allreduce, [x], **params)
-            copies.append(gpu.library.fake_copies() - before)
-            mpi.barrier()
+        copies = []
+        for seed in range(9):
+            params = reduction(table.allreduce)
+            copies.append(copies_of(gpu, table.allreduce, [numbers(100, seed=seed)], **params))
+            check(gpu, table.bcast, [numbers(90, seed=seed)], **reduction(table.bcast))
     finally:
         gpu.library.fake_unprotect(0)
     agree(copies == [0, 2, 0, 2, 0, 2, 0, 0, 0], str(copies))
-    ((size, (direct, staged)),) = abi.trials(resolve().id).items()
-    agree(size == 1024 and 0 < direct < staged, f"{size} {direct} {staged}")
+    timed = abi.trials(resolve().id)
+    agree(set(timed) == {("MPI_Allreduce", 1024), ("MPI_Bcast", 1024)}, str(timed))
+    everyone = ranks().reporting.allgather(timed)
+    direct, staged = timed["MPI_Allreduce", 1024]
+    agree(0 < direct < staged and everyone == [timed] * ranks().size, str(everyone))
+
+
+def test_a_call_that_is_not_made_is_not_timed(gpu):
+    if ranks().size == 1:
+        return
+    road(device.AUTO)
+    agreement.set_checking(True)
+    try:
+        size = 100 + ranks().rank
+        operand = gpu.produce(numbers(size))
+        params = {"comm": resolve().id, **reduction(table.allreduce)}
+        _, error = gpu.call(table.allreduce.spec, [operand], **params)
+        gpu.drain()
+    finally:
+        agreement.set_checking(False)
+    agree("different MPI calls" in str(error), str(error))
+    agree(abi.trials(resolve().id) == {}, str(abi.trials(resolve().id)))
 
 
 FAILING = [
@@ -311,24 +347,66 @@ FAILING = [
 ]
 
 
+def failing_calls(comm):
+    """Calls on one rank that use all of `FAILING`: rows, operands and parameters."""
+    mine = {"comm": comm, **reduction(table.allreduce, root=0)}
+    ring = {"comm": comm, "dest": 0, "source": 0, "sendtag": 1, "recvtag": 1, "status": 0}
+    tiles = numbers((4, 3 + 2 * 5 + 6))
+    tiles[:, :3] = 1, 3, 2
+    yield table.allreduce, [numbers(20)], mine
+    yield table.allgather, [numbers(20)], {"comm": comm}
+    yield table.reduce_scatter, [numbers((1, 20))], mine
+    yield table.merge_moments, [tiles], {"comm": comm, "chunk": 0}
+    yield table.sendrecv, [numbers(20), numbers(20, seed=1)], ring
+    yield table.iallreduce, [numbers(20)], {"comm": comm, "count": 1, "op": 0}
+
+
 @pytest.mark.parametrize("function", FAILING)
 def test_errors_of_the_driver(gpu, function):
     # On a communicator of one rank, so that no other rank waits for what this one cannot send.
     comm = resolve(ranks().communicators["self"]).id
     abi.set_road(comm, STAGED, STAGING)
-    params = {"comm": comm, **reduction(table.allreduce)}
-    for made in (table.allreduce, table.allgather):
-        gpu.run(made.spec, [numbers(20)], **{k: params[k] for k in made.spec.attributes})
+    for made, operands, params in failing_calls(comm):
+        gpu.run(made.spec, operands, **params)
+        made_of = [gpu.produce(x) for x in operands]
         gpu.library.fake_fail(function.encode(), 1)
-        operand = gpu.produce(numbers(20))
-        _, error = gpu.call(made.spec, [operand], **{k: params[k] for k in made.spec.attributes})
+        _, error = gpu.call(made.spec, made_of, **params)
         gpu.drain()
-        assert f"{function} of the GPU's driver failed with code 700 (as ordered)" in str(error)
-        assert "test_device.py" in error or "rank 0 of 1" in error
-        assert "MPI_All" in error
-    (right,) = gpu.run(table.allreduce.spec, [numbers(20)], **params)  # as if nothing had been
-    assert np.array_equal(right, numbers(20))
-    agree(True)
+        agree(
+            f"{function} of the GPU's driver failed with code 700 (as ordered)" in str(error)
+            and "rank 0 of 1" in str(error),
+            f"{made.spec.name}: {error}",
+        )
+        gpu.run(made.spec, operands, **params)  # as if nothing had been
+    nonblocking.complete_all(comm)
+
+
+def test_a_wait_whose_number_cannot_be_read(gpu):
+    comm = resolve(ranks().communicators["self"]).id
+    abi.set_road(comm, STAGED, STAGING)
+    (number, x), _ = gpu.call(
+        table.iallreduce.spec, [gpu.produce(numbers(5))], comm=comm, count=1, op=int(Op.SUM)
+    )
+    gpu.library.fake_fail(b"cuMemcpyDtoHAsync_v2", 1)
+    _, error = gpu.call(table.wait.spec, [number, x], comm=comm, count=1)
+    agree("cuMemcpyDtoHAsync_v2" in str(error), str(error))
+    (y,), error = gpu.call(table.wait.spec, [number, x], comm=comm, count=1)
+    read = gpu.consume(y)
+    gpu.drain()
+    agree(error is None and np.array_equal(read, numbers(5)), str(error))
+
+
+@pytest.mark.parametrize("function", ["cuMemHostAlloc", "cuEventCreate"])
+def test_no_staging_memory(gpu, function):
+    bind(STAGING + 8)  # none is there yet
+    comm = resolve(ranks().communicators["self"]).id
+    abi.set_road(comm, STAGED, STAGING)
+    params = {"comm": comm, **reduction(table.allreduce)}
+    gpu.library.fake_fail(function.encode(), 1)
+    _, error = gpu.call(table.allreduce.spec, [gpu.produce(numbers(5))], **params)
+    gpu.drain()
+    agree(f"{function} of the GPU's driver failed" in str(error), str(error))
+    gpu.run(table.allreduce.spec, [numbers(5)], **params)
 
 
 # A function that breaks one rule, in place of the driver's own.

@@ -79,16 +79,17 @@ def test_one_rank_of_a_node_tries_and_the_answer_is_kept(with_driver, monkeypatc
     assert len(tried) == 1
 
 
-@pytest.mark.parametrize("text", ["", "yes", "Direct", "0", "direct:", "direct:-1", "staged:5"])
+@pytest.mark.parametrize("text", ["yes", "Direct", "0", "direct:", "direct:-1", "staged:5"])
 def test_a_road_that_there_is_not(monkeypatch, text):
     monkeypatch.setenv("DISTSOLVE_GPU_MPI", text)
     with pytest.raises(ValueError, match=f"DISTSOLVE_GPU_MPI is '{text}'; expected auto"):
         device.road()
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.5", "65535", str(2**30 + 1), "16M"])
+@pytest.mark.parametrize("text", ["-1", "1.5", "65535", str(2**30 + 1), "16M"])
 def test_sizes_of_staging_memory_that_cannot_be(monkeypatch, text):
     monkeypatch.setenv("DISTSOLVE_STAGING_BYTES", text)
+    device.staging_bytes.cache_clear()
     with pytest.raises(ValueError, match="expected a number of bytes from 65536 to 1073741824"):
         device.staging_bytes()
 
@@ -109,11 +110,23 @@ def test_a_crash_and_a_hang_are_answers(monkeypatch, program, direct_from, reaso
     assert reason in road.reason
 
 
+def test_a_child_without_a_gpu_says_no(monkeypatch):
+    monkeypatch.setattr(device, "_loaded", "cpu")
+    road = device.probe()
+    assert road.direct_from == device.NEVER
+    assert "JAX has no GPU here" in road.reason
+
+
+def test_a_child_that_cannot_be_started():
+    assert "not tried" in device.probe(("/no/such/program",)).reason
+
+
 def test_a_child_is_no_rank_of_the_job():
     environment = {"PMI_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "HOME": "/"}
     environment |= {"MPI_LOCALRANKID": "1", "SLURM_PROCID": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+    environment |= {"OMPI_MCA_ess": "^singleton", "OMPI_MCA_btl": "tcp,self"}
     kept = launcher.without_job(environment)
-    assert set(kept) == {"HOME", "OMPI_ALLOW_RUN_AS_ROOT"}
+    assert set(kept) == {"HOME", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_btl"}
 
 
 def test_lowering_for_a_gpu(with_driver):

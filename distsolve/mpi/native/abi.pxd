@@ -73,13 +73,15 @@ cdef enum:
     ERR_NO_MEM = -1
     ERR_DRIVER = -2
 
-# Messages of about one size in device memory: how long either road took, and which is taken.
+# Calls of a kind and of about one size in device memory: how long either road took, and which is
+# taken.
 cdef struct Trial:
     int calls
     double seconds[2]       # direct, staged
     bint staged
 
 cdef enum:
+    AUTO = -1           # a communicator's `direct_from`
     SIZE_CLASSES = 64
     MAX = 3             # the operation's number in `operations.py`
 
@@ -90,7 +92,7 @@ cdef struct Comm:
     int size
     int64_t chunk       # bytes a reduction hands to MPI at a time
     int64_t direct_from     # bytes from which MPI is given device memory; AUTO: as trials say
-    Trial trials[SIZE_CLASSES]
+    Trial *trials           # of each call, by size; NULL unless AUTO
     int64_t staging         # bytes of device memory that are copied at a time where it is not
     int64_t collectives     # entered so far: the same on all ranks of a correct program
     uint64_t told[MOST_TOLD]    # of programs that differ, the same on all ranks; 0: none yet

@@ -147,6 +147,33 @@ def set_finalized():
     constants.finalized = True
 
 
+def set_road(int64_t comm_id, int64_t direct_from, int64_t staging):
+    """Set how device memory comes to MPI on one communicator, and forget what was timed."""
+    cdef Comm *comm = &comm_blocks[comm_id // BLOCK][comm_id % BLOCK]
+    if direct_from == AUTO and comm.trials == NULL:
+        comm.trials = <Trial *> malloc(<int> N_CALLS * SIZE_CLASSES * sizeof(Trial))
+        if comm.trials == NULL:
+            raise MemoryError
+    if direct_from == AUTO:
+        memset(comm.trials, 0, <int> N_CALLS * SIZE_CLASSES * sizeof(Trial))
+    comm.direct_from, comm.staging = direct_from, staging
+
+
+def trials(int64_t comm_id):
+    """What was timed in device memory: by call and bytes below, seconds direct and staged."""
+    cdef Comm *comm = find_comm(comm_id)
+    cdef Trial *trial
+    found = {}
+    if comm == NULL or comm.direct_from != AUTO:
+        return found
+    for call in range(<int> N_CALLS):
+        for size in range(SIZE_CLASSES):
+            trial = &comm.trials[<int> call * SIZE_CLASSES + <int> size]
+            if trial.calls > 1:
+                found[NAMES[call], 1 << size] = trial.seconds[0], trial.seconds[1]
+    return found
+
+
 def add_comm(
     int64_t comm_id, handle, int rank, list world, int64_t chunk, int64_t direct_from,
     int64_t staging,
@@ -168,7 +195,8 @@ def add_comm(
         raise MemoryError
     for index, number in enumerate(world):
         comm.world[<int> index] = number
-    comm.chunk, comm.direct_from, comm.staging = chunk, direct_from, staging
+    comm.chunk = chunk
+    set_road(comm_id, direct_from, staging)
     comm.collectives, comm.alive = 0, True
 
 
@@ -190,20 +218,6 @@ def set_chunk(int64_t comm_id, int64_t chunk):
     cdef Comm *comm = find_comm(comm_id)
     if comm != NULL:
         comm.chunk = chunk
-
-
-def set_road(int64_t comm_id, int64_t direct_from, int64_t staging):
-    """Change how device memory comes to MPI on one communicator."""
-    cdef Comm *comm = find_comm(comm_id)
-    if comm != NULL:
-        comm.direct_from, comm.staging = direct_from, staging
-        memset(comm.trials, 0, sizeof(comm.trials))
-
-
-def trials(int64_t comm_id):
-    """Sizes in device memory that were timed: below so many bytes, seconds direct and staged."""
-    cdef Comm *comm = &comm_blocks[comm_id // BLOCK][comm_id % BLOCK]
-    return {1 << i: tuple(comm.trials[i].seconds) for i in range(62) if comm.trials[i].calls > 1}
 
 
 def add_status(int64_t status_id, pointer):

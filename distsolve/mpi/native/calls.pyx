@@ -12,7 +12,9 @@ from distsolve.mpi.native.abi cimport (
     constants, error_string_t, find_comm, is_collective, name_of, serialized,
 )
 from distsolve.mpi.native.agreement cimport compare, is_checking
-from distsolve.mpi.native.device cimport close_lane, driver_error, open_lane
+from distsolve.mpi.native.device cimport (
+    close_lane, driver_error, finish_trial, open_lane,
+)
 from distsolve.mpi.native.ffi cimport (
     Error, Frame, ffi_answer_metadata, ffi_dtype, ffi_error, ffi_int, ffi_where,
     fp_keep_subnormals, fp_restore, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
@@ -83,7 +85,7 @@ cdef bint enter(
     """
     cdef bint collective = is_collective(call)
     answer[0] = check(
-        frame, call, open_lane(frame, comm, direct, &visit.lane), comm, count, peer)
+        frame, call, open_lane(frame, call, comm, direct, &visit.lane), comm, count, peer)
     if answer[0] != NULL:
         return False
     visit.canary.n = 0
@@ -100,12 +102,15 @@ cdef bint enter(
     if collective and call != IALLREDUCE and is_checking() and comm.size > 1:
         answer[0] = compare(frame, comm, visit.entry, &visit.canary)
         if answer[0] != NULL:
+            visit.lane.trial = NULL     # of a call that was not made
             leave(visit, 0)
     return answer[0] == NULL
 
 
 cdef int leave(Visit *visit, int code) noexcept nogil:
     """Undo `enter`; returns the code of the call, or of what went wrong here."""
+    if code == 0 and visit.lane.trial != NULL:
+        code = finish_trial(&visit.lane)
     fp_restore(visit.mode)
     count_down(&inside)
     if serialized():

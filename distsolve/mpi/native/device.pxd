@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int64_t
 
-from distsolve.mpi.native.abi cimport Comm, Trial
+from distsolve.mpi.native.abi cimport Call, Comm, Trial
 from distsolve.mpi.native.ffi cimport Buffer, Frame
 
 # Whether MPI may be given device memory, where that is not a number of bytes: see `open_lane`.
@@ -17,6 +17,7 @@ cdef struct Staging:
     Staging *next
     char *half[2]
     void *event
+    void *context           # that of the event
 
 # The road of one call. In host memory all is 0.
 cdef struct Lane:
@@ -26,9 +27,11 @@ cdef struct Lane:
     bint staged             # MPI must not see device memory
     const Comm *comm
     Trial *trial            # of a call that is timed, or NULL
-    double began
+    int64_t began
 
-cdef int open_lane(Frame *frame, const Comm *comm, int64_t direct, Lane *lane) noexcept nogil
+cdef int open_lane(
+    Frame *frame, Call call, const Comm *comm, int64_t direct, Lane *lane) noexcept nogil
+cdef int finish_trial(Lane *lane) noexcept nogil
 cdef int close_lane(Lane *lane, int code) noexcept nogil
 cdef int fetch(Lane *lane, char *host, const char *device, int64_t nbytes) noexcept nogil
 cdef int put(Lane *lane, char *device, const char *host, int64_t nbytes) noexcept nogil

@@ -18,35 +18,27 @@ from libc.stdlib cimport calloc
 from libc.string cimport memcpy, memset
 
 from distsolve.mpi.native.abi cimport (
-    ALLREDUCE, ERR_DRIVER, ERR_NO_MEM, MAX, Comm, Trial, address, combine_t, constants, mpi_op,
-    mpi_type,
+    ALLREDUCE, AUTO, ERR_DRIVER, ERR_NO_MEM, MAX, SIZE_CLASSES, Call, Comm, Trial, address,
+    combine_t, count_call, mpi_op, mpi_type,
 )
 from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_F64, Buffer, Frame, ffi_bytes, ffi_carry, ffi_on_device, ffi_stream,
     pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
 )
+from distsolve.mpi.native.recorder cimport clock_now
 
 
 cdef extern from *:
     """
-    #include <time.h>
-
     #define DRIVER_TEXT 256
     static __thread char driver_text[DRIVER_TEXT];  /* of this thread's last error */
 
     /* Sizes between two powers of two are alike. */
     static int size_class(int64_t nbytes) { return nbytes ? 64 - __builtin_clzll(nbytes) : 0; }
-
-    static int64_t clock_now(void) {
-      struct timespec time;
-      clock_gettime(CLOCK_MONOTONIC, &time);
-      return time.tv_sec * (int64_t)1000000000 + time.tv_nsec;
-    }
     """
     const int DRIVER_TEXT
     char *driver_text
     int size_class(int64_t nbytes) nogil
-    int64_t clock_now() nogil
 
 
 # One entry per function of a driver; it indexes `functions` and the tables of ``device.py``.
@@ -57,7 +49,6 @@ cdef enum Function:
     N_FUNCTIONS
 
 cdef enum:
-    AUTO = -1           # a communicator's `direct_from`
     TRIALS = 6          # calls of a size that are timed, on the two roads in turn
     PORTABLE = 1        # pinned memory, for all contexts
     NO_TIMING = 2       # of an event
@@ -176,7 +167,7 @@ cdef Buffer as_seen(const Lane *lane, const Buffer *buffer, int half) noexcept n
     return seen
 
 
-cdef int make_staging(Staging **made) noexcept nogil:
+cdef int make_staging(void *context, Staging **made) noexcept nogil:
     cdef Staging *staging = <Staging *> calloc(1, sizeof(Staging))
     cdef int code = 0
     cdef int i
@@ -189,22 +180,25 @@ cdef int make_staging(Staging **made) noexcept nogil:
     if code == 0:
         code = answer(EVENT_CREATE, (<create_t> functions[<int> EVENT_CREATE])(
             &staging.event, NO_TIMING))
+    staging.context = context
     made[0] = staging if code == 0 else NULL
     return code
 
 
-cdef int take_staging(Lane *lane) noexcept nogil:
-    """Staging memory that no copy uses any more: the process's own, or that of another thread."""
-    global idle
+cdef int take_staging(Lane *lane, void *context) noexcept nogil:
+    """Staging memory that no copy uses any more: the context's own, or that of another thread."""
+    cdef Staging **link = &idle
     cdef Staging *staging
     cdef int code
     pthread_mutex_lock(&lock)
-    staging = idle
+    while link[0] != NULL and link[0].context != context:
+        link = &link[0].next
+    staging = link[0]
     if staging != NULL:
-        idle = staging.next
+        link[0] = staging.next
     pthread_mutex_unlock(&lock)
     if staging == NULL:
-        return make_staging(&lane.staging)
+        return make_staging(context, &lane.staging)
     code = answer(EVENT_SYNCHRONIZE, (<stream_t> functions[<int> EVENT_SYNCHRONIZE])(staging.event))
     lane.staging = staging if code == 0 else NULL
     return code
@@ -224,12 +218,13 @@ cdef int give_staging(Lane *lane) noexcept nogil:
     return 0
 
 
-cdef void choose_road(Lane *lane, int64_t direct) noexcept nogil:
+cdef void choose_road(Lane *lane, Call call, int64_t direct) noexcept nogil:
     cdef Trial *trial
+    cdef int64_t kind = <int64_t> call * SIZE_CLASSES
     if direct < 0 or direct >= ALWAYS or lane.comm.direct_from != AUTO:
         lane.staged = direct < lane.comm.direct_from
         return
-    trial = <Trial *> &lane.comm.trials[size_class(direct)]
+    trial = &lane.comm.trials[kind + size_class(direct)]
     if trial.calls < TRIALS:
         lane.trial, lane.staged = trial, trial.calls % 2 == 1
         lane.began = clock_now()
@@ -240,6 +235,7 @@ cdef void choose_road(Lane *lane, int64_t direct) noexcept nogil:
 cdef int finish_trial(Lane *lane) noexcept nogil:
     """Note how long a call took; after the last one all ranks choose what was quicker for all."""
     cdef Trial *trial = lane.trial
+    cdef double mine[2]
     cdef double seconds
     cdef double *best = &trial.seconds[1 if lane.staged else 0]
     cdef int code = synchronize(lane)
@@ -248,14 +244,18 @@ cdef int finish_trial(Lane *lane) noexcept nogil:
         best[0] = seconds
     trial.calls += 1
     if code == 0 and trial.calls == TRIALS:
+        mine[0], mine[1] = trial.seconds[0], trial.seconds[1]
+        count_call(ALLREDUCE)
         code = (<combine_t> address[<int> ALLREDUCE])(
-            constants.in_place, trial.seconds, 2, mpi_type(XLA_FFI_DataType_F64), mpi_op(MAX),
+            mine, trial.seconds, 2, mpi_type(XLA_FFI_DataType_F64), mpi_op(MAX),
             lane.comm.handle)
         trial.staged = trial.seconds[1] < trial.seconds[0]
     return code
 
 
-cdef int open_lane(Frame *frame, const Comm *comm, int64_t direct, Lane *lane) noexcept nogil:
+cdef int open_lane(
+    Frame *frame, Call call, const Comm *comm, int64_t direct, Lane *lane
+) noexcept nogil:
     """Begin a call, behind all that the stream computes.
 
     `direct`, the same on all ranks: the bytes that MPI may be given where they lie in device
@@ -274,15 +274,17 @@ cdef int open_lane(Frame *frame, const Comm *comm, int64_t direct, Lane *lane) n
         lane.stream, &context))
     if code == 0:
         code = answer(ENTER_CONTEXT, (<enter_t> functions[<int> ENTER_CONTEXT])(context))
+    if code == 0:
+        code = synchronize(lane)
+        code = code or take_staging(lane, context)
+        if code != 0:
+            leave_context()
     if code != 0:
+        memset(lane, 0, sizeof(Lane))       # nothing to close
         return code
-    code = synchronize(lane)
-    code = code or take_staging(lane)
     lane.comm, lane.room = comm, comm.staging
-    choose_road(lane, direct)
-    if code != 0:
-        leave_context()
-    return code
+    choose_road(lane, call, direct)
+    return 0
 
 
 cdef void leave_context() noexcept nogil:
@@ -296,8 +298,6 @@ cdef int close_lane(Lane *lane, int code) noexcept nogil:
     cdef int given
     if lane.stream == NULL:
         return code
-    if code == 0 and lane.trial != NULL:
-        code = finish_trial(lane)
     given = give_staging(lane)
     leave_context()
     return code if code != 0 else given

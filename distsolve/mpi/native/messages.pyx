@@ -156,17 +156,17 @@ cdef Error *send(Frame *frame) noexcept nogil:
     cdef End sent = end_of(x, peer(ffi_int(frame, 1)), <int> ffi_int(frame, 2))
     cdef End received = no_end()
     cdef char status[<int> MAX_STATUS]
-    cdef Handle made
+    cdef Handle made = 0
     cdef Visit visit
-    cdef int count
-    cdef int code = message_type(sent.nbytes, &count, &made)
+    cdef int count, code
     if not enter(frame, SEND, comm, ffi_count(x), ffi_int(frame, 1), NO_OP, ALWAYS, &visit, &error):
         return error
-    if code == 0 and visit.lane.staged:
+    if visit.lane.staged:
         code = converse(SEND, comm, &visit.lane, &sent, &received, status)
-    elif code == 0:
+    else:
+        code = message_type(sent.nbytes, &count, &made)
         count_call(SEND)
-        code = (<send_t> address[<int> SEND])(
+        code = code or (<send_t> address[<int> SEND])(
             x.data, count, made if made != 0 else constants.byte, sent.rank, sent.tag, comm.handle)
     code = leave(&visit, code)
     if made != 0:
@@ -184,17 +184,17 @@ cdef Error *recv(Frame *frame) noexcept nogil:
     cdef End sent = no_end()
     cdef End received = end_of(y, peer(ffi_int(frame, 1)), received_tag(ffi_int(frame, 3)))
     cdef char status[<int> MAX_STATUS]
-    cdef Handle made
+    cdef Handle made = 0
     cdef Visit visit
-    cdef int count
-    cdef int code = message_type(received.nbytes, &count, &made)
+    cdef int count, code
     if not enter(frame, RECV, comm, ffi_count(y), ffi_int(frame, 1), NO_OP, ALWAYS, &visit, &error):
         return error
-    code = code or carry(&visit.lane, y, ffi_arg(frame, 0))
-    if code == 0 and visit.lane.staged:
-        code = converse(RECV, comm, &visit.lane, &sent, &received, status)
-    elif code == 0:
-        code = synchronize(&visit.lane)
+    code = carry(&visit.lane, y, ffi_arg(frame, 0))
+    if visit.lane.staged:
+        code = code or converse(RECV, comm, &visit.lane, &sent, &received, status)
+    else:
+        code = code or message_type(received.nbytes, &count, &made)
+        code = code or synchronize(&visit.lane)
         count_call(RECV)
         code = code or (<recv_t> address[<int> RECV])(
             y.data, count, made if made != 0 else constants.byte, received.rank, received.tag,
@@ -235,16 +235,17 @@ cdef Error *sendrecv(Frame *frame) noexcept nogil:
     cdef Handle received_type = 0
     cdef Visit visit
     cdef int n_sent = 0, n_received = 0
-    cdef int code = message_type(sent.nbytes, &n_sent, &sent_type)
-    code = code or message_type(received.nbytes, &n_received, &received_type)
+    cdef int code
     if not enter(frame, SENDRECV, comm, ffi_count(x), ffi_int(frame, 4), NO_OP, ALWAYS, &visit,
                  &error):
         return error
-    code = code or carry(&visit.lane, y, ffi_arg(frame, 1))
-    if code == 0 and visit.lane.staged:
-        code = converse(SENDRECV, comm, &visit.lane, &sent, &received, status)
-    elif code == 0:
-        code = synchronize(&visit.lane)
+    code = carry(&visit.lane, y, ffi_arg(frame, 1))
+    if visit.lane.staged:
+        code = code or converse(SENDRECV, comm, &visit.lane, &sent, &received, status)
+    else:
+        code = code or message_type(sent.nbytes, &n_sent, &sent_type)
+        code = code or message_type(received.nbytes, &n_received, &received_type)
+        code = code or synchronize(&visit.lane)
         count_call(SENDRECV)
         code = code or (<sendrecv_t> address[<int> SENDRECV])(
             x.data, n_sent, sent_type if sent_type != 0 else constants.byte, sent.rank, sent.tag,

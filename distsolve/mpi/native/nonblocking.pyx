@@ -282,11 +282,11 @@ cdef Error *wait(Frame *frame) noexcept nogil:
     cdef Lane lane
     cdef int64_t number
     cdef char text[DIFFERENCE]
-    cdef int code = open_lane(frame, comm, NEVER, &lane)
+    cdef int code = open_lane(frame, WAIT, comm, NEVER, &lane)
     if code == 0:
         code = get_small(&lane, &number, ffi_arg(frame, 0))
     if code != 0:
-        return check(frame, WAIT, code, comm, 0, NO_PEER)
+        return check(frame, WAIT, close_lane(&lane, code), comm, 0, NO_PEER)
     request = take(number, comm.id)
     error = unfit(frame, &job, request, number)
     if request != NULL:

@@ -335,6 +335,8 @@ cdef void start_waiting() noexcept:
     cdef pthread_t thread
     if start_thread(&thread, wait_for_finalize) == 0:
         pthread_detach(thread)
+    else:
+        write_text(STDERR, "distsolve: no thread for DISTSOLVE_EXIT_GRACE, the job may hang\n")
 
 
 def limit_finalize(double seconds, int status, bytes line):

@@ -5,10 +5,10 @@ import contextlib
 import sys
 
 from distsolve import mpi
-from distsolve.commands import bench, doctor, solve
+from distsolve.commands import bench, doctor, predict, solve
 
 # Each has `add(subparsers)`, which sets `run`, a function of the options that returns the status.
-COMMANDS = (bench, doctor, solve)
+COMMANDS = (bench, doctor, predict, solve)
 
 
 def main(arguments: list[str] | None = None) -> int:

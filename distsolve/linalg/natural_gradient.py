@@ -26,7 +26,8 @@ from distsolve.linalg.damping import Damping
 from distsolve.linalg.gram import Gram
 from distsolve.linalg.jacobian import MODES, check_weights, safe
 from distsolve.linalg.krylov.cg import cg
-from distsolve.linalg.plan import as_bytes, choose, is_tracing
+from distsolve.linalg.machine import is_tracing
+from distsolve.linalg.plan import as_bytes, choose
 from distsolve.linalg.space import Sharded, Space
 from distsolve.linalg.trees import HIGHEST
 from distsolve.linalg.update import UpdateInfo

@@ -1,54 +1,36 @@
-"""Which method solves the SR system fastest: a model of time and memory, and what it stands on.
+"""Which method solves the SR system fastest: a model of time and memory.
 
-N samples on all ranks, at most n on one, P parameters, p ranks, numbers of b bytes. A message of B
-bytes summed over the ranks takes ``L log2(p) + 2 (p - 1) / p B / W``, with the latency L and the
-bandwidth W of the network; memory is read at the rate V, and products of matrices make F operations
-a second. Per rank, with k steps of cg:
+N samples on all ranks, at most n on one, P parameters, p ranks, numbers of b bytes. What messages
+and waiting cost is told in `distsolve.linalg.machine`: sum(B) is a sum of B bytes, exchange(B) a
+transpose over the ranks. Memory is read at the rate V, and products of matrices make F operations a
+second. Per rank, with k steps of cg:
 
 ========  ==============================================  =======================
 method    time                                            memory in bytes
 ========  ==============================================  =======================
-cg        k (n P b / V + sum(P b))                        n P b + 8 P b
-dense     2 n P^2 / F + sum(P^2 b / 2) + P^3 / (3 F)      n P b + 3.5 P^2 b
-kernel    2 N^2 P / (p F) + all-to-all(n P b)             4 n P b + 3.5 N^2 b
-          + sum(N^2 b / 2) + N^3 / (3 F)
+cg        k ((n + 8) P b / V + wait + sum(P b))           n P b + 8 P b
+dense     2 n P^2 / F + wait + sum(P^2 b / 2)             n P b + 3.5 P^2 b
+          + sum(P b) + P^3 / (3 F)
+kernel    2 N^2 P / (p F) + wait + exchange(n P b)        4 n P b + 3.5 N^2 b
+          + sum(N^2 b / 2) + sum(P b) + N^3 / (3 F)
 ========  ==============================================  =======================
 
-Complex numbers take four times the operations; 64-bit ones half the rate. The model leaves out what
-all methods share.
+Waiting is for the slowest rank's products. Complex numbers take four times the operations; 64-bit
+ones half the rate. The model leaves out what all methods share.
 """
 
 import dataclasses
-import math
 import numbers
-import os
-import platform
-import time
-import zlib
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from distsolve.linalg import arguments
+from distsolve.linalg.machine import Machine, machine_of
 from distsolve.linalg.space import Sharded, Space
-from distsolve.linalg.trees import HIGHEST
 
 ITERATIONS = 100
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """What the model stands on: of the slowest rank."""
-
-    latency: float = 2e-6  # seconds for each of log2(p) stages of a small sum
-    bandwidth: float = 5e9  # bytes a second of a large sum
-    memory_bandwidth: float = 1e10  # bytes a second in a product of a matrix and a vector
-    flops: float = 5e10  # float32 operations a second in a product of matrices
-    memory: float = 8e9  # bytes for each rank
-    measured: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +38,16 @@ class Prediction:
     """What a method needs on each rank."""
 
     method: str
-    seconds: float
+    computing: float  # seconds
+    waiting: float  # for the slowest rank
+    sending: float
     memory: float  # bytes
     fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """The time in all."""
+        return self.computing + self.waiting + self.sending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +158,9 @@ def plan(
         if not arguments.is_int(value) or value < 1:
             raise ValueError(f"`{name}` must be a positive integer: got {value!r}.")
     dtype = _float_dtype(jnp.zeros(()).dtype if dtype is None else dtype)
-    counts = (-(-samples // ranks),) * ranks
-    return predict(counts, samples, parameters, dtype, dtype, iterations, memory, machine_of(rows))
+    largest = -(-samples // ranks)
+    machine = machine_of(rows)
+    return predict(ranks, largest, samples, parameters, dtype, dtype, iterations, memory, machine)
 
 
 def _float_dtype(dtype: Any) -> Any:
@@ -212,12 +202,13 @@ def choose(
     steps = None
     if isinstance(maxiter, (int, np.integer)):
         steps = max(1, min(int(maxiter), ITERATIONS, sum(counts), P))
-    machine = machine_of(rows)
-    return predict(counts, sum(counts), P, dtype, vector_dtype, steps, memory, machine).method
+    sizes = len(counts), max(counts), sum(counts), P
+    return predict(*sizes, dtype, vector_dtype, steps, memory, machine_of(rows)).method
 
 
 def predict(
-    counts: tuple[int, ...],
+    p: int,
+    n: int,
     N: int,
     P: int,
     dtype: Any,
@@ -226,8 +217,8 @@ def predict(
     memory: float | None,
     machine: Machine,
 ) -> Plan:
-    """Return the plan for the counts of samples on each rank; see the head of this file."""
-    p, n = len(counts), max(counts)
+    """Return the plan for p ranks with at most n of N samples each; see the head of this file."""
+    samples = N
     steps = min(ITERATIONS, N, P) if iterations is None else int(iterations)
     real_vectors = not jnp.issubdtype(vector_dtype, jnp.complexfloating)
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
@@ -238,109 +229,38 @@ def predict(
     flops = machine.flops / (2 if jnp.finfo(dtype).bits == 64 else 1)
     flops /= 4 if is_complex and not real_vectors else 1
 
-    def sum_of(size: float) -> float:
-        share = 2 * (p - 1) / p * size / machine.bandwidth
-        return math.ceil(math.log2(p)) * machine.latency + share
+    def summed(size: float) -> float:
+        return machine.summed(size, p)
 
-    J = n * P * b
-    exchange = (p - 1) * machine.latency + (p - 1) / p * J / machine.bandwidth
+    J, vector = n * P * b, P * b
+    # Of what differs over ranks, of what all do alike, and of messages.
     seconds = {
-        "cg": steps * (J / machine.memory_bandwidth + sum_of(P * b)),
-        "dense": 2 * n * P**2 / flops + sum_of(P**2 * b / 2) + P**3 / (3 * flops),
-        "kernel": 2 * N**2 * P / (p * flops) + exchange + sum_of(N**2 * b / 2) + N**3 / 3 / flops,
-    }
-    needs = {"cg": J + 8 * P * b, "dense": J + 3.5 * P**2 * b, "kernel": 4 * J + 3.5 * N**2 * b}
-    limit = machine.memory if memory is None else as_bytes(memory)
-    return Plan(
-        sum(counts) if is_complex and real_vectors else N,
-        P,
-        p,
-        str(dtype),
-        steps,
-        limit,
-        machine,
-        tuple(
-            Prediction(name, seconds[name], needs[name], needs[name] <= limit) for name in seconds
+        "cg": (
+            steps * (J + 8 * vector) / machine.memory_bandwidth,
+            0.0,
+            steps * summed(vector),
         ),
+        "dense": (
+            2 * n * P**2 / flops,
+            P**3 / (3 * flops),
+            summed(P**2 * b / 2) + summed(vector),
+        ),
+        "kernel": (
+            2 * N**2 * P / (p * flops),
+            N**3 / (3 * flops),
+            machine.exchanged(J, p) + summed(N**2 * b / 2) + summed(vector),
+        ),
+    }
+    needs = {
+        "cg": J + 8 * vector,
+        "dense": J + 3.5 * P**2 * b,
+        "kernel": 4 * J + 3.5 * N**2 * b,
+    }
+    limit = machine.memory if memory is None else as_bytes(memory)
+    predictions = tuple(
+        Prediction(
+            name, own + alike, machine.waited(own, p), sent, needs[name], needs[name] <= limit
+        )
+        for name, (own, alike, sent) in seconds.items()
     )
-
-
-_machines: dict[Space, Machine] = {}
-
-
-def machine_of(rows: Space) -> Machine:
-    """Return what is known of the machine under these ranks; measure it at the first use.
-
-    Nothing is measured while tracing.
-    """
-    if rows not in _machines:
-        if is_tracing():
-            return Machine()
-        _machines[rows] = measure(rows)
-    return _machines[rows]
-
-
-def is_tracing() -> bool:
-    """Return whether a program is being traced, so that nothing can be sent now."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
-
-
-def measure(rows: Space) -> Machine:
-    """Measure the machine, the slowest rank of it; collective. Takes a fraction of a second."""
-    small, large = jnp.ones(1, jnp.float32), jnp.ones(1 << 18, jnp.float32)
-    A, v = jnp.ones((512, 512), jnp.float32), jnp.ones(1 << 13, jnp.float32)
-    J = jnp.ones((1 << 10, len(v)), jnp.float32)
-    p = rows.ranks()
-    stages = max(1, math.ceil(math.log2(p)))
-
-    def repeated_sum(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, 20, lambda _, x: rows.sum(x) / p, x)
-
-    seconds = [
-        _fastest(repeated_sum, small) / 20 / stages,
-        _fastest(repeated_sum, large) / 20,
-        _fastest(lambda J, v: jnp.matmul(J, v, precision=HIGHEST), J, v),
-        _fastest(lambda A: jnp.matmul(A, A, precision=HIGHEST), A),
-    ]
-    if p == 1:  # no network to be seen
-        seconds[:2] = [Machine.latency, 0.0]
-    # The largest of each over the ranks, so that all of them plan alike.
-    less_memory = 1 / (_memory() / _ranks_on_this_node(rows))
-    slowest = rows.agree(jnp.asarray([*seconds, less_memory], jnp.float32))
-    latency, summed, read, multiplied, less_memory = (float(x) for x in slowest)
-    share = max(summed - stages * latency, 1e-9)
-    return Machine(
-        latency=latency,
-        bandwidth=Machine.bandwidth if p == 1 else 2 * (p - 1) / p * large.nbytes / share,
-        memory_bandwidth=J.nbytes / read,
-        flops=2 * 512**3 / multiplied,
-        memory=1 / less_memory,
-        measured=True,
-    )
-
-
-def _fastest(function: Callable[..., Any], *args: Any) -> float:
-    """Return the shortest of a few times in seconds, compilation left out."""
-    compiled = jax.jit(function)
-    jax.block_until_ready(compiled(*args))
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        jax.block_until_ready(compiled(*args))
-        times.append(time.perf_counter() - begin)
-    return max(min(times), 1e-9)
-
-
-def _memory() -> int:
-    """Return the bytes of memory of this rank's device, all of the node's for a CPU."""
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return statistics.get("bytes_limit", physical)
-
-
-def _ranks_on_this_node(rows: Space) -> int:
-    """Return how many ranks share the memory: 1 for a device of its own."""
-    if jax.default_backend() != "cpu":
-        return 1
-    name = jnp.asarray(zlib.crc32(platform.node().encode()) & 0x7FFFFFFF, jnp.int32)
-    return int((rows.gather(name) == name).sum())
+    return Plan(samples, P, p, str(dtype), steps, limit, machine, predictions)

@@ -12,7 +12,7 @@ from spmd import agree, assert_allclose, ranks
 
 from distsolve import MeshAxis, Sharded, natural_gradient, plan
 from distsolve.linalg import SolveError
-from distsolve.linalg.plan import Machine
+from distsolve.linalg.machine import Machine
 
 COUNTS = [7, 0, 4]
 P = 5

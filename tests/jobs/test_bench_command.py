@@ -15,7 +15,7 @@ from launch import job_environment, run_ranks
 from run import QUICK, compiles_quickly
 
 from distsolve.commands import bench
-from distsolve.commands.bench import cases, points, report
+from distsolve.commands.bench import cases, memory, points, report
 from distsolve.commands.together import InputError
 
 pytestmark = pytest.mark.once
@@ -46,6 +46,7 @@ def bench(*args):
 assert bench("cg", "--sizes", "{EDGE}") == 0
 assert bench("poisson", "--sizes", "{EDGE}", "--weak", "--method", "pipelined", "--quiet") == 0
 assert bench("sr", "--sizes", "{SAMPLES}", "--parameters", "{PARAMETERS}") == 0
+assert bench("sr", "--sizes", "{SAMPLES}", "--parameters", "{PARAMETERS}", "--method", "dense") == 0
 assert bench("poisson", "--sizes", "1") == 2
 if mpi.rank() == 0:
     data = {{
@@ -114,20 +115,25 @@ def expected_steps(data):
 
 def test_two_ranks(measured):
     folder, done = measured
-    found = {point.case: point for run in report.read(folder) for point in run.points}
+    every = [point for run in report.read(folder) for point in run.points]
+    found = {point.case: point for point in every}
+    iterative, dense = (point for point in every if point.case == "sr")
     assert list(found) == ["cg", "poisson", "sr", "allreduce"]
-    for point in found.values():
+    for point in every:
         assert (point.ranks, point.repeats) == (2, REPEATS)
         assert 0 < point.lower <= point.seconds <= point.upper
         assert 0 < point.minimum <= point.average <= point.seconds
         assert point.wait > 0
         assert point.transfer > 0
         assert point.compute + point.wait + point.transfer == pytest.approx(point.seconds)
-    assert found["poisson"].key == ("poisson", "weak", EDGE, "pipelined, tol 1e-08")
-    assert found["sr"].key == ("sr", "strong", SAMPLES, f"{PARAMETERS} parameters, tol 1e-06")
+    assert found["poisson"].key == ("poisson", "weak", EDGE, "pipelined", 0, "float64, tol 1e-08")
+    assert iterative.key == ("sr", "strong", SAMPLES, "cg", PARAMETERS, "float64, tol 1e-06")
+    assert dense.key == ("sr", "strong", SAMPLES, "dense", PARAMETERS, "float64")
+    assert dense.steps == 1
+    found["sr"] = iterative
     for name, steps in expected_steps(np.load(folder / "data.npz")).items():
         assert abs(found[name].steps - steps) <= 1
-    assert done.stdout.count("distsolve bench: 2 ranks on 1 node") == 4
+    assert done.stdout.count("distsolve bench: 2 ranks on 1 node") == 5
     assert f"{EDGE} {found['cg'].steps:>10} {1e3 * found['cg'].seconds:10.4f} " in done.stdout
     assert "repeats" in done.stderr  # the progress bar
     assert "Traceback" not in done.stderr
@@ -135,6 +141,30 @@ def test_two_ranks(measured):
     assert fault.startswith(
         "error: --sizes: size 1 of poisson: expected at least 2, one for each rank"
     )
+
+
+def test_messages_and_bytes_of_a_step(measured):
+    folder, _ = measured
+    every = [point for run in report.read(folder) for point in run.points]
+    found = {(point.case, point.method): point for point in every}
+    call, sr = found["allreduce", ""], found["sr", "cg"]
+    assert (call.messages, call.sent) == (1, 4)
+    # One for each product with S, and one for the force, which carries more than the update.
+    assert sr.messages == pytest.approx(1 + 1 / sr.steps)
+    assert 8 * PARAMETERS < sr.sent < 3 * 8 * PARAMETERS
+    # A plane to either side and one reduction; the start and the rounding of averages besides.
+    halo = found["poisson", "pipelined"]
+    assert 3 <= halo.messages < 3.5
+    assert 2 * 8 * EDGE**2 <= halo.sent < 2.5 * 8 * EDGE**2
+
+
+def test_peak_growth():
+    with memory.PeakGrowth() as growth:
+        np.ones(2**22)
+    assert growth.nbytes == pytest.approx(2**25, rel=0.05)  # Linux counts in batches of pages
+    with memory.PeakGrowth() as growth:
+        pass
+    assert growth.nbytes < 2**20
 
 
 def test_ctrl_c_on_one_rank_keeps_what_is_done(measured):
@@ -163,7 +193,8 @@ def point(ranks, seconds, scaling="strong", case="cg", steps=40, size=64):
     parts = 0.5 * seconds, 0.125 * seconds, 0.375 * seconds
     around = 0.875 * seconds, 1.5 * seconds
     return points.Point(
-        case, scaling, size, "x", ranks, steps, 5, seconds, *around, seconds, seconds, *parts
+        *(case, scaling, size, "m", 0, "x", ranks, steps, 5, seconds, *around),
+        *(seconds, seconds, *parts, 2.0, 16.0, 4096),
     )
 
 
@@ -226,6 +257,11 @@ BAD = {
         "sizes": [4, 6],
     },
     "--sizes: size 3 of sr: expected at least 4, one for each": {"case": "sr", "sizes": [3]},
+    "--method kernel: expected a method of cg: classic, single_reduction": {"method": "kernel"},
+    "--method cg: expected a method of allreduce: it has none": {
+        "case": "allreduce",
+        "method": "cg",
+    },
     "--sizes: size 30000 of cg: a matrix of 3600000000 rows": {
         "sizes": [30000],
         "scaling": "weak",
@@ -234,8 +270,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("sentence", BAD)
-def test_bad_sizes(sentence):
-    options = {"case": "cg", "scaling": "strong", "output": None} | BAD[sentence]
+def test_bad_input(sentence):
+    options = {
+        "case": "cg",
+        "scaling": "strong",
+        "output": None,
+        "method": None,
+        "sizes": None,
+    } | BAD[sentence]
     with pytest.raises(InputError) as caught:
         bench._check(Namespace(**options), 4)
     assert str(caught.value).startswith(sentence)
@@ -247,7 +289,7 @@ def test_default_sizes_that_do_not_fit_are_left_out():
     assert "poisson" not in dict(plan)
     assert {"allreduce", "cg", "sr"} == set(dict(plan))
     assert [text.partition(":")[0] for text in omitted] == ["size 64 of poisson"]
-    alone = Namespace(case="poisson", sizes=None, scaling="strong", output=None)
+    alone = Namespace(case="poisson", sizes=None, scaling="strong", output=None, method=None)
     with pytest.raises(InputError, match="size 64 of poisson: expected at least 100"):
         bench._check(alone, 100)
 
@@ -257,7 +299,7 @@ def test_default_sizes_that_do_not_fit_are_left_out():
     [
         ("{", "Expecting property name"),
         ('{"format": "other"}', "its format is 'other'"),
-        ('{"format": "distsolve bench 1", "points": [{}]}', "missing 15 required"),
+        ('{"format": "distsolve bench 2", "points": [{}]}', "missing 20 required"),
         (
             json.dumps({"format": report.FORMAT, "points": [asdict(point(1, 1.0, case="lu"))]}),
             "the unknown benchmark 'lu'",
@@ -267,7 +309,7 @@ def test_default_sizes_that_do_not_fit_are_left_out():
 def test_files_that_are_no_results(tmp_path, content, sentence):
     path = tmp_path / "bench-1.json"
     path.write_text(content)
-    options = Namespace(case="cg", sizes=[4], scaling="weak", output=tmp_path)
+    options = Namespace(case="cg", sizes=[4], scaling="weak", method=None, output=tmp_path)
     with pytest.raises(InputError, match="Move it away") as caught:
         bench._check(options, 1)
     assert str(caught.value).startswith(f"{path}: cannot be read")
@@ -276,7 +318,7 @@ def test_files_that_are_no_results(tmp_path, content, sentence):
 
 def test_folders_that_cannot_be_used(tmp_path, capsys):
     (tmp_path / "file").touch()
-    options = Namespace(case="cg", sizes=[4], scaling="weak", output=tmp_path / "file")
+    options = Namespace(case="cg", sizes=[4], scaling="weak", method=None, output=tmp_path / "file")
     with pytest.raises(InputError, match=r"^--output .*file: cannot be made"):
         bench._check(options, 1)
     for changed, sentence in (

@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from distsolve import mpi
 from distsolve.commands.bench import report, tables
-from distsolve.commands.bench.cases import CASES, METHODS
+from distsolve.commands.bench.cases import CASES
 from distsolve.commands.bench.measure import Stop, measure
-from distsolve.commands.bench.points import Point
+from distsolve.commands.bench.points import Key, Point
 from distsolve.commands.together import BAD_INPUT, InputError, agreed_on_rank_0
 from distsolve.mpi.launcher import is_first
 
@@ -67,7 +67,14 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--repeats", type=_positive, default=REPEATS, help=f"whose median counts ({REPEATS})"
     )
-    parser.add_argument("--method", choices=METHODS, default=METHODS[0], help="of cg and poisson")
+    parser.add_argument(
+        "--method",
+        choices=dict.fromkeys(method for case in CASES.values() for method in case.methods),
+        help="; ".join(
+            f"{name}: {', '.join(case.methods)}" for name, case in CASES.items() if case.methods
+        )
+        + "; the first by default",
+    )
     parser.add_argument(
         "--parameters", type=_positive, default=PARAMETERS, help=f"of sr ({PARAMETERS})"
     )
@@ -154,10 +161,14 @@ def run(options: argparse.Namespace) -> int:
 def _take(name, size, options, stop, tick):
     """Return a point, or None where it was stopped."""
     case, ranks = CASES[name], mpi.size()
-    work = case.make(size * ranks if options.scaling == "weak" else size, size, options)
+    method = case.method(options.method)
+    parameters = options.parameters if case.has_parameters else 0
+    total = size * ranks if options.scaling == "weak" else size
+    work = case.make(total, size, method, parameters)
     figures = measure(work, options.repeats, stop, tick)
     scaling = options.scaling if case.is_solve else ""
-    return figures and Point(name, scaling, size, work.settings, ranks, **figures)
+    key = Key(name, scaling, size, method, parameters, work.settings)
+    return figures and Point(*key, ranks, **figures)
 
 
 def _plan(options, ranks):
@@ -178,6 +189,11 @@ def _check(options, ranks):
         raise InputError(
             f"--sizes {' '.join(map(str, options.sizes))}: sizes of what? Name one of "
             f"{', '.join(CASES)} in front of it."
+        )
+    if options.case and options.method and options.method not in CASES[options.case].methods:
+        raise InputError(
+            f"--method {options.method}: expected a method of {options.case}: "
+            f"{', '.join(CASES[options.case].methods) or 'it has none, so leave it out'}."
         )
     plan, faults = _plan(options, ranks)
     if faults and (options.sizes or not plan):

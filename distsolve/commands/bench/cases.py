@@ -11,6 +11,7 @@ import numpy as np
 from distsolve import linalg, mpi
 
 METHODS = ("classic", "single_reduction", "pipelined")
+SR_DIRECT = ("dense", "kernel")
 WIDTH = np.dtype(np.float32).itemsize  # of an element of a message
 LOOP_BYTES = 10**8  # that the loop over a message moves, between these numbers of calls
 FEWEST_CALLS, MOST_CALLS = 10, 1000
@@ -24,7 +25,7 @@ class Work(NamedTuple):
     """A problem on this rank. Both functions are collective, and over when they return."""
 
     run: Callable[[], int]  # the whole of it; returns the steps that it took
-    few: Callable[[int], Any]  # exactly that many steps
+    few: Callable[[int], Any]  # exactly that many of these steps
     settings: str  # as in `Key`
 
 
@@ -32,16 +33,29 @@ class Work(NamedTuple):
 class Case:
     """A benchmark.
 
-    ``make(total, size, options)`` gives the work of this rank: ``total`` is the size of the whole
-    problem along the axis that the ranks share, ``size`` that of the other axes.
+    ``make(total, size, method, parameters)`` gives the work of this rank: ``total`` is the size of
+    the whole problem along the axis that the ranks share, ``size`` that of the other axes.
     """
 
     title: str
     unit: str  # what a size counts
     sizes: tuple[int, ...]
-    make: Callable[[int, int, Any], Work]
+    make: Callable[[int, int, str, int], Work]
+    methods: tuple[str, ...] = ()  # the default first
+    direct: tuple[str, ...] = ()  # those of them whose only step is the whole solve
+    has_parameters: bool = False
     is_solve: bool = True
     is_matrix: bool = False  # of size x size rows, for which an int32 must do
+
+    def method(self, asked: str | None) -> str:
+        """Return the method that was asked for, if it is one of these, or the default."""
+        return asked if asked in self.methods else next(iter(self.methods), "")
+
+    def step(self, method: str) -> str:
+        """Return what a step is."""
+        if not self.is_solve:
+            return "a call"
+        return "a solve" if method in self.direct else "an iteration"
 
     def fault(self, size: int, ranks: int, scaling: str) -> str:
         """Return what is wrong with a size, and what to do; or nothing."""
@@ -59,7 +73,7 @@ class Case:
         return ""
 
 
-def _allreduce(total, size, options):
+def _allreduce(total, size, method, parameters):
     rank, ranks, elements = mpi.rank(), mpi.size(), size // WIDTH
     calls = int(np.clip(LOOP_BYTES // size, FEWEST_CALLS, MOST_CALLS))
 
@@ -85,7 +99,7 @@ def _allreduce(total, size, options):
     return Work(run, few, "float32")
 
 
-def _solve(program, data, tol, settings):
+def _solve(program, data, tol):
     """Return the work of ``program(data, tol, maxiter)``, which returns the report of a solve."""
     compiled = jax.jit(program)
 
@@ -97,7 +111,19 @@ def _solve(program, data, tol, settings):
     def few(steps):
         return jax.block_until_ready(compiled(data, 0.0, np.int32(steps)))
 
-    return Work(run, few, f"{settings}, tol {tol:g}")
+    return Work(run, few, f"float64, tol {tol:g}")
+
+
+def _direct(update, data):
+    """Return the work of ``update(data)``, a solve in one step, which returns its report."""
+    compiled = jax.jit(update)
+
+    def run():
+        info = jax.block_until_ready(compiled(data))
+        info.raise_if_failed()
+        return 1
+
+    return Work(run, lambda steps: run(), "float64")
 
 
 def _share(total):
@@ -114,7 +140,7 @@ def _normal(start, stop, *shape, stream=0):
     )
 
 
-def _cg(total, size, options):
+def _cg(total, size, method, parameters):
     from scipy.sparse import diags_array, eye_array, kron
 
     start, stop = _share(total)
@@ -131,30 +157,36 @@ def _cg(total, size, options):
     def program(data, tol, maxiter):
         A, b = data
         space = A.layout.space
-        _, info = linalg.cg(A, b, space=space, method=options.method, tol=tol, maxiter=maxiter)
+        _, info = linalg.cg(A, b, space=space, method=method, tol=tol, maxiter=maxiter)
         return info
 
-    data = A, _normal(start, stop, size).ravel()
-    return _solve(program, data, 1e-8, options.method)
+    return _solve(program, (A, _normal(start, stop, size).ravel()), 1e-8)
 
 
-def _sr(total, size, options):
+def _sr(total, size, method, parameters):
     start, stop = _share(total)
-    sizes = jnp.logspace(0, -SR_RANGE, options.parameters)
-    J = linalg.center(_normal(start, stop, options.parameters) * sizes)
+    sizes = jnp.logspace(0, -SR_RANGE, parameters)
+    J = linalg.center(_normal(start, stop, parameters) * sizes)
     energies = _normal(start, stop, stream=1)
     residuals = energies - linalg.mean(energies)
 
+    counts = linalg.Sharded().counts(stop - start)
+
+    def update(data, **options):
+        return linalg.natural_gradient(
+            *data, shift=SR_SHIFT, method=method, counts=counts, **options
+        )[1]
+
+    if method in SR_DIRECT:
+        return _direct(update, (J, residuals))
+
     def program(data, tol, maxiter):
-        _, info = linalg.natural_gradient(
-            *data, shift=SR_SHIFT, method="cg", tol=tol, maxiter=maxiter
-        )
-        return info.solve
+        return update(data, tol=tol, maxiter=maxiter).solve
 
-    return _solve(program, (J, residuals), 1e-6, f"{options.parameters} parameters")
+    return _solve(program, (J, residuals), 1e-6)
 
 
-def _poisson(total, size, options):
+def _poisson(total, size, method, parameters):
     rank, ranks = mpi.rank(), mpi.size()
     below: Any = rank - 1 if rank > 0 else mpi.PROC_NULL
     above: Any = rank + 1 if rank < ranks - 1 else mpi.PROC_NULL
@@ -176,10 +208,10 @@ def _poisson(total, size, options):
 
     def program(b, tol, maxiter):
         space = linalg.Sharded()
-        _, info = linalg.cg(A, b, space=space, method=options.method, tol=tol, maxiter=maxiter)
+        _, info = linalg.cg(A, b, space=space, method=method, tol=tol, maxiter=maxiter)
         return info
 
-    return _solve(program, _normal(*_share(total), size, size), 1e-8, options.method)
+    return _solve(program, _normal(*_share(total), size, size), 1e-8)
 
 
 CASES = {
@@ -190,7 +222,17 @@ CASES = {
         _allreduce,
         is_solve=False,
     ),
-    "cg": Case("a sparse matrix, of a grid in the plane", "edge", (512,), _cg, is_matrix=True),
-    "sr": Case("stochastic reconfiguration by cg", "samples", (4096,), _sr),
-    "poisson": Case("Poisson's equation in space, by cg", "edge", (64,), _poisson),
+    "cg": Case(
+        "a sparse matrix, of a grid in the plane", "edge", (512,), _cg, METHODS, is_matrix=True
+    ),
+    "sr": Case(
+        "stochastic reconfiguration",
+        "samples",
+        (4096,),
+        _sr,
+        ("cg", *SR_DIRECT),
+        SR_DIRECT,
+        has_parameters=True,
+    ),
+    "poisson": Case("Poisson's equation in space, by cg", "edge", (64,), _poisson, METHODS),
 }

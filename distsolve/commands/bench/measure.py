@@ -9,6 +9,7 @@ import numpy as np
 
 from distsolve import mpi
 from distsolve.commands.bench.cases import Work
+from distsolve.commands.bench.memory import PeakGrowth
 
 # Steps of all ranks whose calls are recorded one by one, and sent to one rank.
 PROFILED_STEPS, FEWEST_PROFILED = 50_000, 50
@@ -52,23 +53,27 @@ def measure(work: Work, repeats: int, stop: Stop, tick: Callable[[], Any]) -> di
 
     Communication
     -------------
-    That of the work; a barrier and an allgather of two numbers for each repeat; a profile.
+    That of the work; a barrier and an allgather of three numbers for each repeat; a profile.
     """
-    steps, taken = work.run(), []
+    steps, taken, peak = work.run(), [], 0.0
     for _ in range(repeats):
-        mpi.barrier()
-        begin = time.perf_counter()
-        work.run()
-        seconds = time.perf_counter() - begin
-        everyone = np.asarray(mpi.allgather(np.array([seconds, stop.requested])))
+        with PeakGrowth() as growth:
+            mpi.barrier()
+            begin = time.perf_counter()
+            work.run()
+            seconds = time.perf_counter() - begin
+        mine = np.array([seconds, stop.requested, growth.nbytes])
+        everyone = np.asarray(mpi.allgather(mine))
         if everyone[:, 1].any():
             return None
         taken.append(everyone[:, 0] / max(steps, 1))
+        peak = max(peak, everyone[:, 2].max())
         tick()
     samples = np.array(taken)  # repeats, ranks
     lower, median, upper = np.percentile(samples.max(axis=1), (25, 50, 75)).tolist()
     profiled = min(steps, max(PROFILED_STEPS // mpi.size(), FEWEST_PROFILED))
-    compute, wait, transfer = (median * _shares(work, profiled)).tolist()
+    shares, messages, sent = _profile(work, profiled)
+    compute, wait, transfer = (median * shares).tolist()
     return {
         "steps": steps,
         "repeats": repeats,
@@ -80,19 +85,28 @@ def measure(work: Work, repeats: int, stop: Stop, tick: Callable[[], Any]) -> di
         "compute": compute,
         "wait": wait,
         "transfer": transfer,
+        "messages": messages,
+        "sent": sent,
+        "peak": int(peak),
     }
 
 
-def _shares(work, steps):
-    """Return which fractions of the time are computing, waiting for late ranks, and moving data."""
+def _profile(work, steps):
+    """Return the shares of computing, waiting and moving data, and a step's messages and bytes."""
     with mpi.profile() as profile:
         mpi.barrier()
-        begin = time.perf_counter()
+        before, begin = _calls(), time.perf_counter()
         work.few(steps)
-        seconds = time.perf_counter() - begin
-    whole = float(np.mean(mpi.allgather(np.float64(seconds))))
+        mine = np.array([time.perf_counter() - begin, _calls() - before])
+    whole, calls = np.asarray(mpi.allgather(mine)).mean(axis=0).tolist()
     lines = [line for line in profile.lines if line.name != "MPI_Barrier"]
     wait = sum(line.wait or 0.0 for line in lines)
     transfer = sum(line.transfer for line in lines)
     parts = np.array([max(whole - wait - transfer, 0.0), wait, transfer])
-    return parts / parts.sum()
+    sent = sum(line.calls * line.nbytes for line in lines if line.name != "MPI_Wait")
+    return parts / parts.sum(), calls / max(steps, 1), sent / max(steps, 1)
+
+
+def _calls():
+    """Return how many messages this rank has taken part in."""
+    return sum(n for name, n in mpi.call_count().items() if name != "MPI_Barrier")

@@ -53,7 +53,7 @@ def _scaling(figure: Any, group: dict[Key, list[Point]]) -> None:
             [point.seconds - point.lower for point in points],
             [point.upper - point.seconds for point in points],
         ]
-        label = f"{CASES[key.case].unit} {key.size}, {key.settings}"
+        label = f"{CASES[key.case].unit} {key.size}, {key.words}"
         line = left.errorbar(ranks, seconds, around, marker="o", capsize=3, label=label)
         color = line.lines[0].get_color()
         first = points[0]
@@ -72,7 +72,7 @@ def _scaling(figure: Any, group: dict[Key, list[Point]]) -> None:
     right.axhline(1.0, linestyle="--", linewidth=1, color="gray")
     left.plot([], [], linestyle="--", linewidth=1, color="gray", label="ideal")
     left.set_title("numbers: iterations", fontsize=9)
-    left.set_ylabel("seconds of an iteration")
+    left.set_ylabel("seconds of a step")
     left.set_yscale("log")
     left.legend(fontsize=8)
     right.set_ylabel("efficiency")
@@ -90,11 +90,11 @@ def _messages(figure: Any, group: dict[Key, list[Point]]) -> None:
     lines: dict[tuple[int, str], list[Point]] = {}
     for points in group.values():
         for point in points:
-            lines.setdefault((point.ranks, point.settings), []).append(point)
-    for (ranks, settings), points in sorted(lines.items()):
+            lines.setdefault((point.ranks, point.key.words), []).append(point)
+    for (ranks, words), points in sorted(lines.items()):
         sizes, seconds = [p.size for p in points], [p.seconds for p in points]
         lower, upper = [p.lower for p in points], [p.upper for p in points]
-        axes.plot(sizes, seconds, marker="o", label=f"{plural(ranks, 'rank')}, {settings}")
+        axes.plot(sizes, seconds, marker="o", label=f"{plural(ranks, 'rank')}, {words}")
         axes.fill_between(sizes, lower, upper, alpha=0.3)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -11,20 +11,28 @@ class Key(NamedTuple):
     case: str
     scaling: str  # "strong", "weak", or "" for messages
     size: int  # of the whole problem, or of each rank's part in weak scaling; bytes of a message
+    method: str  # "" where there is one way only, as for messages
+    parameters: int  # 0 where there are none
     settings: str  # all else that makes the problem, in words
+
+    @property
+    def words(self) -> str:
+        """What makes the problem, besides its size."""
+        parameters = f"{self.parameters} parameters" if self.parameters else ""
+        return ", ".join(filter(None, (self.method, parameters, self.settings)))
 
 
 @dataclass(frozen=True)
 class Point:
-    """One problem on one number of ranks; times in seconds of a step.
+    """One problem on one number of ranks; times, messages and bytes sent are those of a step.
 
     Attributes
     ----------
-    case, scaling, size, settings
+    case, scaling, size, method, parameters, settings
         As in `Key`.
     ranks : int
     steps : int
-        Iterations of a solve; calls in the loop of a message.
+        Iterations of a solve, 1 of a direct one; calls in the loop of a message.
     repeats : int
     seconds, lower, upper : float
         Median and quartiles over the repeats, of the slowest rank in each.
@@ -32,11 +40,17 @@ class Point:
         Medians of the fastest rank and of the mean over ranks.
     compute, wait, transfer : float
         The parts of ``seconds``, in the proportions that a profile found.
+    messages, sent : float
+        MPI calls, and bytes handed to them, of a rank, on average.
+    peak : int
+        Bytes by which memory grew in a repeat, at most, on the rank where it was most.
     """
 
     case: str
     scaling: str
     size: int
+    method: str
+    parameters: int
     settings: str
     ranks: int
     steps: int
@@ -49,11 +63,14 @@ class Point:
     compute: float
     wait: float
     transfer: float
+    messages: float
+    sent: float
+    peak: int
 
     @property
     def key(self) -> Key:
         """The series that this point belongs to."""
-        return Key(self.case, self.scaling, self.size, self.settings)
+        return Key(*(getattr(self, name) for name in Key._fields))
 
     @property
     def shares(self) -> tuple[float, float, float]:

@@ -20,7 +20,7 @@ from distsolve.commands.bench.points import Key, Point, series
 from distsolve.commands.together import InputError
 from distsolve.mpi.comm import live
 
-FORMAT = "distsolve bench 1"
+FORMAT = "distsolve bench 2"
 COLUMNS = [field.name for field in fields(Point)]
 
 

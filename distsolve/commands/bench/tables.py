@@ -25,10 +25,10 @@ def title(conditions: dict[str, Any]) -> list[str]:
 def head(point: Point) -> list[str]:
     """Return what stands above the rows of a case in one run."""
     case = CASES[point.case]
-    times = f"{point.scaling} scaling; milliseconds of an iteration"
+    times = f"{point.scaling} scaling; milliseconds of {case.step(point.method)}"
     if not case.is_solve:
         times = "microseconds of a call on the fastest rank, on average, on the slowest"
-    return ["", f"{point.case}: {case.title}, {point.settings}; {times}", _titles(_cells(point))]
+    return ["", f"{point.case}: {case.title}, {point.key.words}; {times}", _titles(_cells(point))]
 
 
 def row(point: Point) -> str:
@@ -59,7 +59,7 @@ def scaling(found: Mapping[Key, list[Point]]) -> Iterator[str]:
             yield ""
             yield (
                 f"{key.case}, {key.scaling} scaling, {case.unit} {key.size} {where}, "
-                f"{key.settings}; milliseconds of an iteration"
+                f"{key.words}; milliseconds of {case.step(key.method)}"
             )
             rows = [
                 {"ranks": point.ranks, "efficiency": f"{efficiency(points[0], point):.1%}"}
@@ -68,7 +68,7 @@ def scaling(found: Mapping[Key, list[Point]]) -> Iterator[str]:
             ]
             yield from (_titles(rows[0]), *map(_line, rows))
         else:
-            messages.setdefault(f"{key.case}, {key.settings}", {})[key.size] = points
+            messages.setdefault(f"{key.case}, {key.words}", {})[key.size] = points
     for name, sizes in messages.items():
         ranks = sorted({point.ranks for points in sizes.values() for point in points})
         yield from ("", f"{name}; microseconds of a call, slowest rank")

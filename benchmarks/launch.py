@@ -80,6 +80,7 @@ def _job(kernel, np, mpi):
             raise LaunchError("mpiexec not found: install the `mpich` wheel into this environment")
         # Named one by one: in some virtual machines MPICH takes "core" for the same core.
         command += ["-bind-to", "user:" + ",".join(map(str, sorted(cores)))] if bound else []
+        env = {} if bound else {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}  # a rank that waits sleeps
     program = [python, str(HERE / kernel)] if str(kernel).endswith(".py") else [str(kernel)]
     return [*command, "-n", str(np)], program, env
 

@@ -7,15 +7,20 @@
    is what this rank contributes. The delay is slept, not spun: the core is free for other work, as
    it is while a network card is busy.
 
+   With SIMNET_TREE=1 both depend on the p ranks, as in `distsolve.linalg.machine`: alpha counts once
+   for each of ceil(log2 p) stages, and for each of p - 1 partners in an all-to-all; beta counts 2
+   (p - 1) / p times in an allreduce, and (p - 1) / p times in an all-to-all.
+
    What it does not model. Point-to-point messages, one-sided and neighbourhood communication and
    persistent collectives are not delayed, nor is what the MPI library sends inside a call. There is
-   no contention, no dependence on the number of ranks, and no need for progress: a pending
-   collective completes on time even if nobody calls MPI meanwhile. A sleep ends some 0.05 ms late.
+   no contention and no need for progress: a pending collective completes on time even if nobody calls
+   MPI meanwhile. A sleep ends some 0.05 ms late.
 
    Use: LD_PRELOAD of this library, built with the mpicc of the MPI that the program runs (build.py
    does it), and
      SIMNET_ALPHA_US         microseconds per collective
      SIMNET_BETA_US_PER_MB   microseconds per 1e6 bytes
+     SIMNET_TREE             1: depending on the number of ranks
    or, from inside the program, `simnet_delay`. `simnet_calls` and `simnet_bytes` count the
    collectives and their bytes so far, also with no delay. */
 
@@ -28,8 +33,10 @@
 #include <time.h>
 
 enum { CAPACITY = 1024 };
+enum kind { TREE, SUM, PAIRS };
 
 static double alpha_ns, beta_ns; /* nanoseconds, nanoseconds per byte */
+static int tree;
 static int64_t calls, bytes_sent;
 static struct { MPI_Request request; int64_t due; } pending[CAPACITY];
 static int used;
@@ -60,6 +67,7 @@ static double variable(const char *name)
 __attribute__((constructor)) static void read_environment(void)
 {
     simnet_delay(variable("SIMNET_ALPHA_US"), variable("SIMNET_BETA_US_PER_MB"));
+    tree = variable("SIMNET_TREE") != 0;
 }
 
 static int64_t now(void)
@@ -107,11 +115,21 @@ static int rank_in(MPI_Comm comm)
        total; })
 
 /* Counts a collective; how long it takes, in nanoseconds. */
-static int64_t delay_of(int64_t bytes)
+static int64_t delay_of(int64_t bytes, enum kind kind, MPI_Comm comm)
 {
+    double messages = 1, share = 1;
     __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED);
     __atomic_add_fetch(&bytes_sent, bytes, __ATOMIC_RELAXED);
-    return (int64_t)(alpha_ns + beta_ns * bytes);
+    if (tree) {
+        int p = size_of(comm);
+        for (messages = 0; 1 << (int)messages < p;)
+            messages++;
+        if (kind != TREE)
+            share = (kind == SUM ? 2.0 : 1.0) * (p - 1) / p;
+        if (kind == PAIRS)
+            messages = p - 1;
+    }
+    return (int64_t)(alpha_ns * messages + beta_ns * bytes * share);
 }
 
 static void hold(MPI_Request request, int64_t due)
@@ -162,17 +180,18 @@ static void sleep_while_held(int n, const MPI_Request *requests)
 }
 
 #define LIST(...) __VA_ARGS__
-#define COLLECTIVE(NAME, INAME, PARAMETERS, ARGUMENTS, BYTES)       \
+#define COLLECTIVE(NAME, INAME, PARAMETERS, ARGUMENTS, BYTES, KIND) \
     int MPI(NAME)(LIST PARAMETERS)                                  \
     {                                                               \
-        int64_t delay = delay_of(BYTES);                            \
+        int64_t delay = delay_of(BYTES, KIND, comm);                \
         int code = PMPI(NAME) ARGUMENTS;                            \
         sleep_until(delay ? now() + delay : 0);                     \
         return code;                                                \
     }                                                               \
     int MPI(INAME)(LIST PARAMETERS, MPI_Request * request)          \
     {                                                               \
-        int64_t delay = delay_of(BYTES), due = now() + delay;       \
+        int64_t delay = delay_of(BYTES, KIND, comm);                \
+        int64_t due = now() + delay;                                \
         int code = PMPI(INAME)(LIST ARGUMENTS, request);            \
         if (delay && code == MPI_SUCCESS)                           \
             hold(*request, due);                                    \
@@ -183,7 +202,7 @@ static void sleep_while_held(int n, const MPI_Request *requests)
 #define PMPI(name) PMPI_##name
 #define COUNT int
 #define DISPL int
-COLLECTIVE(Barrier, Ibarrier, (MPI_Comm comm), (comm), 0)
+COLLECTIVE(Barrier, Ibarrier, (MPI_Comm comm), (comm), 0, TREE)
 #include "collectives.h"
 
 #if MPI_VERSION >= 4

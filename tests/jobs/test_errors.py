@@ -3,6 +3,7 @@
 import pytest
 from launch import run_ranks
 
+pytestmark = pytest.mark.below_jax
 HEADER = """\
 import jax, jax.numpy as jnp, mpi4py
 from distsolve import mpi

@@ -8,6 +8,7 @@ import re
 import pytest
 from launch import run_ranks
 
+pytestmark = pytest.mark.below_jax
 HEADER = """\
 import os, signal, sys, time
 import jax, jax.numpy as jnp

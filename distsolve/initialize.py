@@ -17,7 +17,7 @@ from distsolve import mpi
 from distsolve.mpi import launcher
 from distsolve.mpi._jaxcompat import cluster_names, has_backend, is_in_cluster
 from distsolve.mpi.comm import resolve
-from distsolve.mpi.device import jax_uses_gpus
+from distsolve.mpi.device import gpu_platforms
 from distsolve.rendezvous import assemble, meet
 
 DEVICE_LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -207,7 +207,7 @@ def select_device(comm: Any = None) -> int | None:
     """
     record = resolve(comm)
     _refuse_late("select_device")
-    visible = visible_gpus(os.environ) if jax_uses_gpus() else 0
+    visible = visible_gpus(os.environ) if gpu_platforms() else 0
     device = device_of(record.local_rank, record.local_size, visible)
     if device is not None:
         jax.config.update("jax_cuda_visible_devices", str(device))

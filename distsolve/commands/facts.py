@@ -43,7 +43,9 @@ def of_rank() -> dict[str, Any]:
             "BLAS": min(_threads(BLAS_THREADS, len(cores)), len(cores)),
         },
         **_cpu(),
-        "driver": None if (found := device.find()) is None else device.DRIVERS[found].library,
+        "driver": None
+        if (found := device.find()) is None
+        else " or ".join(device.DRIVERS[found].libraries),
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())

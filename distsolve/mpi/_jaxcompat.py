@@ -150,6 +150,11 @@ def with_token(ctx, lower, operands, **attributes):
     return results
 
 
+def lower_as(ctx, function, operands):
+    """Lower to what another function of the operands, which may have the same effects, gives."""
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
 def when_lowered(see: Callable[[Any], None]) -> None:
     """Show every program that is lowered from now on, as a whole, before it is compiled."""
     lower_program = mlir.lower_jaxpr_to_module

@@ -29,15 +29,18 @@ MIN_STAGING, MAX_STAGING = 64 << 10, 1 << 30
 # Bytes from which MPI is given device memory: as the first calls of a size say, at any size, never.
 AUTO, ALWAYS, NEVER = -1, 0, 2**62
 PROBE_SECONDS = 120
+LONGEST_REASON = 200  # characters that are shown of what the probe said last
 ROADS = ("auto", "direct", "staged")
-GPU_PLATFORMS = {"cuda", "rocm", "gpu"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """A driver's library, XLA's name of its platform, and its functions by what they do."""
+    """A driver's library, XLA's name of its platform, and its functions by what they do.
 
-    library: str
+    A library's names differ by release, and the one without a number is there for compilers only.
+    """
+
+    libraries: tuple[str, ...]
     platform: str
     functions: dict[str, str]
 
@@ -45,7 +48,7 @@ class Driver:
 # JAX's names of the platforms. HIP has a current device where CUDA has a stack of contexts.
 DRIVERS = {
     "cuda": Driver(
-        "libcuda.so.1",
+        ("libcuda.so.1",),
         "CUDA",
         {
             "copy_to_host": "cuMemcpyDtoHAsync_v2",
@@ -57,13 +60,14 @@ DRIVERS = {
             "event_record": "cuEventRecord",
             "event_synchronize": "cuEventSynchronize",
             "context_of_stream": "cuStreamGetCtx",
+            "current_context": "",
             "enter_context": "cuCtxPushCurrent_v2",
             "leave_context": "cuCtxPopCurrent_v2",
             "error_text": "cuGetErrorString",
         },
     ),
     "rocm": Driver(
-        "libamdhip64.so",
+        ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"),
         "ROCM",
         {
             "copy_to_host": "hipMemcpyDtoHAsync",
@@ -75,6 +79,7 @@ DRIVERS = {
             "event_record": "hipEventRecord",
             "event_synchronize": "hipEventSynchronize",
             "context_of_stream": "hipStreamGetDevice",
+            "current_context": "hipGetDevice",
             "enter_context": "hipSetDevice",
             "leave_context": "",
             "error_text": "hipDrvGetErrorString",
@@ -92,16 +97,20 @@ class Road:
 
 
 open_library = ctypes.CDLL
+_looked = False
 _loaded: str | None = None
 _road: Road | None = None
 
 
-def jax_uses_gpus() -> bool:
-    """Whether JAX's platforms, or its plugins where none are named, include GPUs."""
+def gpu_platforms() -> list[str]:
+    """Keys of `DRIVERS` that JAX's platforms, or its plugins where none are named, are for."""
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-    if platforms:
-        return not GPU_PLATFORMS.isdisjoint(platforms.split(","))
-    return any(entry_points(group="jax_plugins"))
+    named = platforms.split(",") if platforms else _plugins()
+    return [key for key in DRIVERS if "gpu" in named or any(key in name for name in named)]
+
+
+def _plugins() -> list[str]:
+    return [plugin.name for plugin in entry_points(group="jax_plugins")]
 
 
 def load(handlers: dict[str, Any]) -> None:
@@ -119,15 +128,24 @@ def load(handlers: dict[str, Any]) -> None:
 
 
 def find() -> str | None:
-    """Find the driver of the GPUs that JAX can use here: its platform, or None without one."""
-    if _loaded is None and jax_uses_gpus():
-        for name, driver in DRIVERS.items():
-            try:
-                bind(name, open_library(driver.library))
-            except (OSError, AttributeError):  # not there, or too old
-                continue
-            break
+    """The platform of the GPUs that JAX can use here, or None; the first call looks for it."""
+    global _looked
+    if not _looked:
+        _looked = True
+        for platform in gpu_platforms():
+            if _open(platform):
+                break
     return _loaded
+
+
+def _open(platform: str) -> bool:
+    for name in DRIVERS[platform].libraries:
+        try:
+            bind(platform, open_library(name))
+        except (OSError, AttributeError):  # not there, or too old
+            continue
+        return True
+    return False
 
 
 def bind(platform: str, library: ctypes.CDLL) -> None:
@@ -139,12 +157,17 @@ def bind(platform: str, library: ctypes.CDLL) -> None:
     library : the driver's library
     """
     global _loaded
-    addresses = {}
-    for use, name in DRIVERS[platform].functions.items():
-        function = getattr(library, name) if name else None
-        addresses[use] = (name, ctypes.cast(function, ctypes.c_void_p).value if function else None)
-    native.bind(addresses, staging_bytes())
+    functions = DRIVERS[platform].functions
+    native.bind(
+        {use: (name, address_of(library, name)) for use, name in functions.items()},
+        staging_bytes(),
+    )
     _loaded = platform
+
+
+def address_of(library: ctypes.CDLL, name: str) -> int | None:
+    """The address of a function; None for one that a driver does without."""
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value if name else None
 
 
 @functools.cache
@@ -178,7 +201,7 @@ def road(probing: bool = True) -> Road:
         return Road(AUTO, "no GPU")
     if name != "auto":
         reason = f"DISTSOLVE_GPU_MPI={wanted}"
-        return Road(int(size or ALWAYS) if name == "direct" else NEVER, reason)
+        return Road(min(int(size or ALWAYS), NEVER) if name == "direct" else NEVER, reason)
     if _road is not None:
         return _road
     return probe() if probing else Road(AUTO, "another rank of this node tried")
@@ -206,7 +229,7 @@ def probe(command: tuple[str, ...] = (sys.executable, "-m", "distsolve.mpi.probe
     environment = launcher.without_job(os.environ)
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     environment["JAX_PLATFORMS"] = _loaded or ""  # and no other that JAX could fall back on
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
             child = subprocess.Popen(
                 command,
@@ -221,12 +244,14 @@ def probe(command: tuple[str, ...] = (sys.executable, "-m", "distsolve.mpi.probe
         try:
             code = child.wait(PROBE_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
             return Road(NEVER, f"MPI did not answer with device memory within {PROBE_SECONDS} s")
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
         said.seek(0)
         lines = said.read().strip().splitlines()
     if code == 0:
         return Road(AUTO, "MPI moved 4 MiB of device memory right; by size, as first calls say")
-    why = lines[-1] if lines else "nothing said"
+    why = lines[-1][:LONGEST_REASON] if lines else "nothing said"
     return Road(NEVER, f"MPI does not take device memory (exit code {code}: {why})")

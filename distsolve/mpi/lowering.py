@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from distsolve.mpi import device
-from distsolve.mpi._jaxcompat import n_devices, platforms, with_token
+from distsolve.mpi._jaxcompat import lower_as, n_devices, platforms, with_token
 
 if TYPE_CHECKING:
     from distsolve.mpi.primitive import OpSpec
@@ -29,9 +30,13 @@ def lower(spec: OpSpec, ctx, *operands, ordered, where, **params):
         raise NotImplementedError(
             f"{spec.name} on platform {', '.join(platforms(ctx))}: it runs on one platform at a "
             "time, on CPUs and on GPUs whose driver is on this machine "
-            f"({' or '.join(d.library for d in device.DRIVERS.values())}). Run with "
+            f"({' or '.join(d.libraries[0] for d in device.DRIVERS.values())}). Run with "
             "JAX_PLATFORMS=cpu, or place the data on a CPU device."
         )
+    on_gpu = platforms(ctx) != ("cpu",)
+    if on_gpu and spec.on_gpu is not None:
+        called = functools.partial(spec.on_gpu, ordered=ordered, where=where, **params)
+        return lower_as(ctx, called, operands)
     rule = jax.ffi.ffi_lowering(
         f"distsolve_{spec.name}",
         has_side_effect=True,
@@ -45,7 +50,7 @@ def lower(spec: OpSpec, ctx, *operands, ordered, where, **params):
     }
     attributes["where"] = np.int64(where)
     attributes["within"] = np.int64(0)  # the program, see `programs.py`
-    attributes["xla_device"] = np.int64(platforms(ctx) != ("cpu",))
+    attributes["xla_device"] = np.int64(on_gpu)
     if ordered:
         return with_token(ctx, rule, operands, **attributes)
     return rule(ctx, *operands, **attributes)

@@ -62,6 +62,7 @@ class OpSpec:
     joint : whether tangents travel in the same message as the values.
     jvp : (bind, primals, tangents, params) -> (results, tangents), where it is not the operation
         applied to the tangents.
+    on_gpu : (operands, params) -> results, in place of a handler that needs host memory.
     silent : whether there are no results, so that JAX would forget the call in reverse mode.
     transpose : (cotangents, operand avals, params) -> cotangents of the operands, or None.
     """
@@ -74,6 +75,7 @@ class OpSpec:
     derivative: Callable[[dict], str | None] = lambda params: None
     joint: bool = False
     jvp: Callable[..., tuple[list, list]] | None = None
+    on_gpu: Callable[..., list] | None = None
     silent: bool = False
     transpose: Callable[..., list] | None = None
 

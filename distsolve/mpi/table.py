@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distsolve.mpi import rules
+from distsolve.mpi import rules, triangles
 from distsolve.mpi._jaxcompat import (
     Primitive,
     ShapedArray,
@@ -91,9 +91,16 @@ scan = make_primitive(_elementwise("scan"))
 
 exscan = make_primitive(_elementwise("exscan"))
 
+
+def _symmetric_on_gpu(S: Any, **params: Any) -> list:
+    (folded,) = allreduce.primitive.bind(triangles.fold(S), **params)
+    return [triangles.unfold(folded, S.shape[-1])]
+
+
 allreduce_symmetric = make_primitive(
     OpSpec(
         name="allreduce_symmetric",
+        on_gpu=_symmetric_on_gpu,
         attributes=("chunk", "comm", "op"),
         outputs=rules.same_shapes,
         aliases=rules.in_place,

@@ -1,4 +1,4 @@
-"""The driver without a GPU (`fake_driver.c`) for tests: built, bound, and handlers called on it."""
+"""The driver without a GPU (`fake_*.c`) for tests: built, bound, and handlers called on it."""
 
 import ctypes
 import functools
@@ -19,7 +19,7 @@ from distsolve.mpi.library import HANDLERS
 from distsolve.mpi.operations import DTYPES
 from distsolve.mpi.primitive import OpSpec
 
-SOURCE = Path(__file__).with_name("fake_driver.c")
+SOURCES = [str(path) for path in sorted(Path(__file__).parent.glob("fake_*.c"))]
 DELAY_US = 100
 STAGING = 4096  # bytes in a half: a few hundred elements are many pieces
 NUMBERS = {dtype: number for dtype, (number, _) in DTYPES.items()}
@@ -45,7 +45,7 @@ def driver() -> ctypes.CDLL:
     compiler = sysconfig.get_config_var("CC").split()[0]
     flags = ["-O1", "-Wall", "-shared", "-fPIC", "-pthread", f"-I{jaxlib}/include"]
     subprocess.run(
-        [compiler, *flags, str(SOURCE), "-o", str(target)],
+        [compiler, *flags, *SOURCES, "-o", str(target)],
         check=True,
         capture_output=True,
         text=True,
@@ -152,25 +152,24 @@ class Device:
         return read
 
 
-def bind(staging: int = STAGING, mutants: dict[str, str] | None = None) -> None:
+def bind(
+    staging: int = STAGING, mutants: dict[str, str] | None = None, platform: str = "cuda"
+) -> None:
     """Hand the driver to the handlers; `mutants`: functions by use that break a rule instead."""
     global _bound
-    if (staging, mutants) == _bound:
+    if (staging, mutants, platform) == _bound:
         return  # with the staging memory that there is
-    _bound = staging, mutants
-    library = driver()
-    functions = dict(device.DRIVERS["cuda"].functions)
+    _bound = staging, mutants, platform
+    functions = device.DRIVERS[platform].functions | (mutants or {})
     device.native.bind(
-        {
-            use: (name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-            for use, name in (functions | (mutants or {})).items()
-        },
-        staging,
+        {use: (name, device.address_of(driver(), name)) for use, name in functions.items()}, staging
     )
 
 
-def run_on_host(spec: OpSpec, operands: Sequence[np.ndarray], **params: Any) -> list[np.ndarray]:
-    """Call the handler of a row on host memory, and return its results."""
+def call_on_host(
+    spec: OpSpec, operands: Sequence[np.ndarray], **params: Any
+) -> tuple[list[np.ndarray], str | None]:
+    """Call the handler of a row on host memory; return its results and its error's text."""
     avals = [ShapedArray(x.shape, x.dtype) for x in operands]
     results = [np.zeros(aval.shape, aval.dtype) for aval in spec.outputs(avals, params)]
     kept = [np.ascontiguousarray(x) for x in operands]
@@ -178,7 +177,12 @@ def run_on_host(spec: OpSpec, operands: Sequence[np.ndarray], **params: Any) -> 
         [(x.ctypes.data, ShapedArray(x.shape, x.dtype)) for x in arrays]
         for arrays in (kept, results)
     ]
-    error = _call(spec, *buffers, None, params)
+    return results, _call(spec, *buffers, None, params)
+
+
+def run_on_host(spec: OpSpec, operands: Sequence[np.ndarray], **params: Any) -> list[np.ndarray]:
+    """Do the same on all ranks, and return the results."""
+    results, error = call_on_host(spec, operands, **params)
     agree(error is None, str(error))
     return results
 

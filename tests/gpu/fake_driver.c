@@ -4,20 +4,18 @@
  * without any access, at the address that a program is given, and once for this driver. Copies run
  * late, on the thread of their stream, one after the other. Every broken rule is kept as text.
  *
- * Besides the driver's functions (cu...): what a test does with the memory and the streams (fake_...),
- * functions that break one rule each (mutant_...), and `fake_call`, which calls a handler of XLA's
- * with a call frame made by hand. */
+ * Besides the driver's functions (cu...): what a test does with the memory and the streams (fake_...).
+ */
 #define _GNU_SOURCE
+#include "fake.h"
+
 #include <pthread.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
-
-#include "xla/ffi/api/c_api.h"
 
 #define ARENA ((size_t)256 << 20)
 #define ALIGNMENT 256
@@ -30,7 +28,7 @@
 static pthread_mutex_t rules = PTHREAD_MUTEX_INITIALIZER;
 static char violations[4096];
 
-static void violate(const char *rule) {
+void violate(const char *rule) {
   pthread_mutex_lock(&rules);
   if (strstr(violations, rule) == NULL &&
       strlen(violations) + strlen(rule) + 3 < sizeof(violations)) {
@@ -103,7 +101,7 @@ void *fake_allocate(size_t size) {
   return arena + at;
 }
 
-static char *on_device(const void *address, size_t size) {
+char *on_device(const void *address, size_t size) {
   size_t at = (size_t)((const char *)address - arena);
   if ((const char *)address < arena || at + size > arena_used) {
     violate("a copy outside of the device's memory");
@@ -132,8 +130,8 @@ int cuMemAlloc_v2(void **at, size_t size) {
 
 /* ---- contexts: numbers, one to be current on a thread that allocates or copies ---- */
 
-static __thread int depth;
-static __thread void *current;
+__thread int depth;
+__thread void *current;
 
 static void require_context(void) {
   if (depth == 0) violate("no context was current");
@@ -187,7 +185,7 @@ struct stream {
 
 static struct stream streams[MOST_STREAMS];
 static int n_streams;
-static struct stream *expected;
+struct stream *expected;
 
 static void *work_off(void *argument) {
   struct stream *stream = argument;
@@ -332,125 +330,4 @@ int cuEventRecord(struct event *event, struct stream *stream) {
 int cuEventSynchronize(struct event *event) {
   FAIL_IF_ORDERED;
   return event->stream == NULL ? 0 : wait_until(event->stream, event->number);
-}
-
-/* ---- functions that break a rule ---- */
-
-int mutant_synchronize(struct stream *stream) { return 0; }
-
-int mutant_event_synchronize(struct event *event) { return 0; }
-
-int mutant_event_record(struct event *event, struct stream *stream) { return 0; }
-
-int mutant_copy_to_host(void *host, const void *device, size_t size, struct stream *stream) {
-  return cuMemcpyDtoHAsync_v2(host, device, size, NULL);
-}
-
-int mutant_copy_to_device(void *device, const void *host, size_t size, struct stream *stream) {
-  return cuMemcpyHtoDAsync_v2(device, host, size, NULL);
-}
-
-int mutant_copy_on_device(void *to, const void *from, size_t size, struct stream *stream) {
-  return cuMemcpyDtoDAsync_v2(to, from, size, NULL);
-}
-
-/* A copy that blocks and knows of no stream, as cuMemcpyDtoH does. */
-int mutant_block(void *host, const void *device, size_t size, struct stream *stream) {
-  memcpy(host, on_device(device, size), size);
-  return 0;
-}
-
-/* On a stream of its own, behind nothing. */
-int mutant_other_stream(void *device, const void *host, size_t size, struct stream *stream) {
-  static struct stream *other;
-  if (other == NULL) other = fake_stream(0, 1);
-  return cuMemcpyHtoDAsync_v2(device, host, size, other);
-}
-
-int mutant_allocate(char **at, size_t size, unsigned flags) {
-  *at = malloc(size);
-  return *at == NULL;
-}
-
-int mutant_enter_context(void *context) { return 0; }
-
-int mutant_leave_context(void **context) { return 0; }
-
-/* ---- a call of a handler ---- */
-
-struct buffer {
-  int64_t dtype;
-  void *data;
-  int64_t rank;
-  int64_t dims[4];
-};
-
-static XLA_FFI_Error *make_error(XLA_FFI_Error_Create_Args *args) {
-  return (XLA_FFI_Error *)strdup(args->message);
-}
-
-static void destroy_error(XLA_FFI_Error_Destroy_Args *args) { free(args->error); }
-
-static XLA_FFI_Error *get_stream(XLA_FFI_Stream_Get_Args *args) {
-  args->stream = args->ctx;
-  return args->stream == NULL ? (XLA_FFI_Error *)strdup("no stream") : NULL;
-}
-
-static void fill(XLA_FFI_Buffer *made, void **pointers, const struct buffer *buffers, int n) {
-  for (int i = 0; i < n; ++i) {
-    made[i].struct_size = sizeof(XLA_FFI_Buffer);
-    made[i].dtype = (XLA_FFI_DataType)buffers[i].dtype;
-    made[i].data = buffers[i].data;
-    made[i].rank = buffers[i].rank;
-    made[i].dims = (int64_t *)buffers[i].dims;
-    pointers[i] = &made[i];
-  }
-}
-
-/* Attributes: each a number, or where `lengths` is not negative that many. The text of the error is
- * the caller's to free; NULL where there is none. */
-char *fake_call(XLA_FFI_Handler *handler, struct stream *stream, const struct buffer *args,
-                int n_args, const struct buffer *rets, int n_rets, const int64_t **values,
-                const int *lengths, int n_attrs) {
-  XLA_FFI_Api api;
-  XLA_FFI_Buffer arg_buffers[16], ret_buffers[16];
-  void *arg_pointers[16], *ret_pointers[16], *attrs[16];
-  XLA_FFI_Scalar scalars[16];
-  XLA_FFI_Array arrays[16];
-  XLA_FFI_CallFrame frame;
-  memset(&api, 0, sizeof(api));
-  memset(&frame, 0, sizeof(frame));
-  api.XLA_FFI_Error_Create = make_error;
-  api.XLA_FFI_Error_Destroy = destroy_error;
-  api.XLA_FFI_Stream_Get = get_stream;
-  fill(arg_buffers, arg_pointers, args, n_args);
-  fill(ret_buffers, ret_pointers, rets, n_rets);
-  for (int i = 0; i < n_attrs; ++i) {
-    if (lengths[i] < 0) {
-      scalars[i].dtype = XLA_FFI_DataType_S64;
-      scalars[i].value = (void *)values[i];
-      attrs[i] = &scalars[i];
-    } else {
-      arrays[i].dtype = XLA_FFI_DataType_S64;
-      arrays[i].size = lengths[i];
-      arrays[i].data = (void *)values[i];
-      attrs[i] = &arrays[i];
-    }
-  }
-  frame.struct_size = sizeof(frame);
-  frame.api = &api;
-  frame.ctx = (XLA_FFI_ExecutionContext *)stream;
-  frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
-  frame.args.size = n_args;
-  frame.args.args = arg_pointers;
-  frame.rets.size = n_rets;
-  frame.rets.rets = ret_pointers;
-  frame.attrs.size = n_attrs;
-  frame.attrs.attrs = attrs;
-  expected = stream;
-  char *error = (char *)handler(&frame);
-  if (depth != 0) violate("a context was not left");
-  depth = 0;
-  current = NULL;
-  return error;
 }

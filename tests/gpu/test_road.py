@@ -1,6 +1,7 @@
 """How device memory comes to MPI: what is asked for, tried and agreed; and lowering for a GPU."""
 
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,18 @@ from distsolve.mpi import device, launcher
 pytestmark = pytest.mark.once
 
 
+def without_driver(monkeypatch, platforms):
+    """Make this a process that has looked for no driver yet, and whose JAX has these GPUs."""
+    monkeypatch.setattr(device, "_looked", False)
+    monkeypatch.setattr(device, "_loaded", None)
+    monkeypatch.setattr(device, "gpu_platforms", lambda: platforms)
+
+
 @pytest.fixture
 def with_driver(monkeypatch):
     """A process whose JAX has a GPU, and whose driver is the one without."""
     monkeypatch.setattr(device, "_road", None)
-    monkeypatch.setattr(device, "_loaded", None)
-    monkeypatch.setattr(device, "jax_uses_gpus", lambda: True)
+    without_driver(monkeypatch, ["cuda"])
     library = driver()
     monkeypatch.setattr(device, "open_library", lambda name: library)
     registered = []
@@ -31,8 +38,7 @@ def with_driver(monkeypatch):
 
 
 def test_nothing_is_looked_for_without_a_plugin(monkeypatch):
-    monkeypatch.setattr(device, "_loaded", None)
-    monkeypatch.setattr(device, "jax_uses_gpus", lambda: False)
+    without_driver(monkeypatch, [])
     monkeypatch.setattr(device, "open_library", lambda name: pytest.fail(f"{name} was loaded"))
     device.load({"distsolve_allreduce": None})
     assert device.find() is None
@@ -56,8 +62,45 @@ def test_handlers_are_registered_for_the_platform_of_the_driver(with_driver):
 
 
 @pytest.mark.parametrize(
+    ("platforms", "plugins", "found"),
+    [
+        ("cpu", ["xla_cuda12"], []),
+        ("cuda,cpu", [], ["cuda"]),
+        ("gpu", [], ["cuda", "rocm"]),
+        ("", ["xla_cuda13"], ["cuda"]),
+        ("", ["xla_rocm7"], ["rocm"]),
+        ("", ["another"], []),
+    ],
+)
+def test_only_the_driver_that_jax_uses_is_looked_for(monkeypatch, platforms, plugins, found):
+    monkeypatch.setattr(device, "_plugins", lambda: plugins)
+    monkeypatch.setattr(device.jax, "config", SimpleNamespace(jax_platforms=platforms))
+    assert device.gpu_platforms() == found
+
+
+def test_a_library_goes_by_several_names_and_is_looked_for_once(with_driver, monkeypatch):
+    tried = []
+
+    def only_6(name):
+        tried.append(name)
+        if not name.endswith(".6"):
+            raise OSError(name)
+        return driver()
+
+    monkeypatch.setattr(device, "gpu_platforms", lambda: ["rocm"])
+    monkeypatch.setattr(device, "open_library", only_6)
+    assert device.find() == device.find() == "rocm"
+    assert tried == ["libamdhip64.so.7", "libamdhip64.so.6"]
+
+
+@pytest.mark.parametrize(
     ("wanted", "direct_from"),
-    [("direct", device.ALWAYS), ("direct:65536", 65536), ("staged", device.NEVER)],
+    [
+        ("direct", device.ALWAYS),
+        ("direct:65536", 65536),
+        ("direct:99999999999999999999", device.NEVER),
+        ("staged", device.NEVER),
+    ],
 )
 def test_a_road_that_was_asked_for_is_not_tried(with_driver, monkeypatch, wanted, direct_from):
     monkeypatch.setenv("DISTSOLVE_GPU_MPI", wanted)
@@ -100,6 +143,11 @@ def test_sizes_of_staging_memory_that_cannot_be(monkeypatch, text):
         ("", device.AUTO, "MPI moved 4 MiB of device memory right; by size, as first calls say"),
         ("print('wrong'); raise SystemExit(1)", device.NEVER, "(exit code 1: wrong)"),
         ("import os; os.abort()", device.NEVER, "(exit code -6: nothing said)"),
+        (
+            r"import os; os.write(1, b'\xff\xfe' * 900); os.abort()",
+            device.NEVER,
+            "\ufffd" * 200 + ")",
+        ),
         ("import time; time.sleep(60)", device.NEVER, "did not answer with device memory within"),
     ],
 )
@@ -138,10 +186,19 @@ def test_lowering_for_a_gpu(with_driver):
     assert "xla_device = 0" in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
+def test_a_triangle_is_folded_for_a_gpu(with_driver):
+    device.find()
+    traced = jax.jit(mpi.allreduce_symmetric).trace(jnp.ones((2, 5, 5)))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "distsolve_allreduce_symmetric" not in text
+    (call,) = [line for line in text.splitlines() if "@distsolve_allreduce" in line]
+    assert "(tensor<2x3x6x" in call
+    assert "where = 0" not in call
+
+
 @pytest.mark.parametrize("platforms", [("cuda",), ("rocm",), ("tpu",), ("cpu", "cuda")])
 def test_no_lowering_without_a_driver(monkeypatch, platforms):
-    monkeypatch.setattr(device, "_loaded", None)
-    monkeypatch.setattr(device, "jax_uses_gpus", lambda: False)
+    without_driver(monkeypatch, [])
     traced = jax.jit(mpi.allreduce).trace(jnp.arange(3.0))
     with pytest.raises(
         NotImplementedError, match=rf"allreduce on platform {platforms[0]}.*libcuda"

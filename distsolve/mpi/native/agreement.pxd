@@ -2,6 +2,7 @@
 
 from distsolve.mpi.native.abi cimport Comm, Handle
 from distsolve.mpi.native.canary cimport SAMPLES, Canary
+from distsolve.mpi.native.device cimport Lane
 from distsolve.mpi.native.ffi cimport Error, Frame
 from distsolve.mpi.native.recorder cimport Entry
 
@@ -23,7 +24,7 @@ cdef struct Comparison:
 
 cdef bint is_checking() noexcept nogil
 cdef Error *compare(
-    Frame *frame, const Comm *comm, const Entry *entry, Canary *canary
+    Frame *frame, const Comm *comm, const Entry *entry, Lane *lane, Canary *canary
 ) noexcept nogil
 cdef int start_comparison(
     Frame *frame, const Comm *comm, const Entry *entry, Comparison *comparison

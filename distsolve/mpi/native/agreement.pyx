@@ -21,6 +21,7 @@ from distsolve.mpi.native.abi cimport (
     icombine_t, mpi_op, mpi_type, op_create_t, type_t, wait_t,
 )
 from distsolve.mpi.native.canary cimport Canary, sample
+from distsolve.mpi.native.device cimport Lane, driver_error
 from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_F64, XLA_FFI_DataType_S32, Error, Frame, ffi_arg, ffi_error, ffi_ints,
     ffi_row, ffi_within, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
@@ -124,9 +125,11 @@ cdef uint64_t hash_of(const Entry *entry) noexcept nogil:
     cdef uint64_t hash = mixed(mixed(mixed(0, entry.number), entry.call), entry.op)
     hash = mixed(hash, entry.peer)
     if entry.call == ALLTOALLW:     # whose ranks send different amounts
-        return mixed(hash, entry.dtype)
-    # The dtype of nothing may be that of a token.
-    return mixed(mixed(hash, entry.count), entry.dtype if entry.count > 0 else 0)
+        return mixed(mixed(hash, entry.on_device), entry.dtype)
+    hash = mixed(hash, entry.count)
+    if entry.count == 0:    # the dtype of nothing may be that of a token, and it lies nowhere
+        return hash
+    return mixed(mixed(hash, entry.on_device), entry.dtype)
 
 
 cdef void put_parts(double *words, uint64_t hash, int n) noexcept nogil:
@@ -171,7 +174,7 @@ cdef const char *difference(const double *words, int size) noexcept nogil:
 
 
 cdef Error *compare(
-    Frame *frame, const Comm *comm, const Entry *entry, Canary *canary
+    Frame *frame, const Comm *comm, const Entry *entry, Lane *lane, Canary *canary
 ) noexcept nogil:
     """Answer an error on all ranks of a communicator unless they are about to make one call."""
     cdef double words[WORDS]
@@ -179,9 +182,9 @@ cdef Error *compare(
     cdef double *program = words + 2 * (CALL_PARTS + LINE_PARTS)
     cdef const char *title
     cdef char text[128]
-    cdef int code, i
+    cdef int failed, code, i
     fill(frame, entry, words)
-    sample(frame, comm, entry, canary)
+    failed = sample(frame, comm, entry, lane, canary)
     for i in range(canary.n):
         samples[2 * i] = canary.value[i]
         samples[2 * i + 1] = fabs(canary.value[i])
@@ -192,6 +195,8 @@ cdef Error *compare(
         snprintf(text, sizeof(text), "The reduction of DISTSOLVE_CHECK on communicator %d failed "
                  "with MPI's code %d.", comm.id, code)
         return ffi_error(frame, text)
+    if failed != 0:
+        return ffi_error(frame, driver_error())
     for i in range(canary.n):
         canary.value[i], canary.size[i] = samples[2 * i], samples[2 * i + 1]
     title = difference(words, comm.size)

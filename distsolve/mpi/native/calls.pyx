@@ -92,7 +92,7 @@ cdef bint enter(
     visit.entry = record(
         call, dtype_of(frame, call), comm.id,
         &(<Comm *> comm).collectives if collective else NULL,
-        where_of(frame), count, <int> peer, <int> op)
+        where_of(frame), count, <int> peer, <int> op, visit.lane.stream != NULL)
     visit.sequence = visit.entry.sequence
     if serialized():
         pthread_mutex_lock(&lock)
@@ -100,7 +100,7 @@ cdef bint enter(
     visit.mode = fp_keep_subnormals()
     # A reduction in the background must not wait for the others: see `start_comparison`.
     if collective and call != IALLREDUCE and is_checking() and comm.size > 1:
-        answer[0] = compare(frame, comm, visit.entry, &visit.canary)
+        answer[0] = compare(frame, comm, visit.entry, &visit.lane, &visit.canary)
         if answer[0] != NULL:
             visit.lane.trial = NULL     # of a call that was not made
             leave(visit, 0)
@@ -109,8 +109,8 @@ cdef bint enter(
 
 cdef int leave(Visit *visit, int code) noexcept nogil:
     """Undo `enter`; returns the code of the call, or of what went wrong here."""
-    if code == 0 and visit.lane.trial != NULL:
-        code = finish_trial(&visit.lane)
+    if visit.lane.trial != NULL:
+        code = finish_trial(&visit.lane, code)
     fp_restore(visit.mode)
     count_down(&inside)
     if serialized():

@@ -3,6 +3,7 @@
 from libc.stdint cimport int64_t
 
 from distsolve.mpi.native.abi cimport Comm
+from distsolve.mpi.native.device cimport Lane
 from distsolve.mpi.native.ffi cimport Error, Frame
 from distsolve.mpi.native.recorder cimport Entry
 
@@ -16,9 +17,9 @@ cdef struct Canary:
     double value[SAMPLES]
     double size[SAMPLES]        # sum of the magnitudes
 
-cdef void sample(
-    Frame *frame, const Comm *comm, const Entry *entry, Canary *canary
+cdef int sample(
+    Frame *frame, const Comm *comm, const Entry *entry, Lane *lane, Canary *canary
 ) noexcept nogil
 cdef Error *verify(
-    Frame *frame, const Comm *comm, const Entry *entry, const Canary *canary
+    Frame *frame, const Comm *comm, const Entry *entry, Lane *lane, const Canary *canary
 ) noexcept nogil

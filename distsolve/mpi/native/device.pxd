@@ -22,6 +22,7 @@ cdef struct Staging:
 # The road of one call. In host memory all is 0.
 cdef struct Lane:
     void *stream
+    void *outer             # the context, or device, that was current before
     Staging *staging
     int64_t room            # bytes in a half of it, the same on all ranks
     bint staged             # MPI must not see device memory
@@ -31,7 +32,7 @@ cdef struct Lane:
 
 cdef int open_lane(
     Frame *frame, Call call, const Comm *comm, int64_t direct, Lane *lane) noexcept nogil
-cdef int finish_trial(Lane *lane) noexcept nogil
+cdef int finish_trial(Lane *lane, int failed) noexcept nogil
 cdef int close_lane(Lane *lane, int code) noexcept nogil
 cdef int fetch(Lane *lane, char *host, const char *device, int64_t nbytes) noexcept nogil
 cdef int put(Lane *lane, char *device, const char *host, int64_t nbytes) noexcept nogil

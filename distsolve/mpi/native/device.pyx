@@ -12,6 +12,7 @@ and no toolkit takes part. Four rules keep the data right:
 Functions return 0 or ERR_DRIVER, and then `driver_error` says what the driver said.
 """
 
+from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uintptr_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc
@@ -45,7 +46,7 @@ cdef extern from *:
 cdef enum Function:
     COPY_TO_HOST, COPY_TO_DEVICE, COPY_ON_DEVICE, SYNCHRONIZE, ALLOCATE
     EVENT_CREATE, EVENT_RECORD, EVENT_SYNCHRONIZE
-    CONTEXT_OF_STREAM, ENTER_CONTEXT, LEAVE_CONTEXT, ERROR_TEXT
+    CONTEXT_OF_STREAM, CURRENT_CONTEXT, ENTER_CONTEXT, LEAVE_CONTEXT, ERROR_TEXT
     N_FUNCTIONS
 
 cdef enum:
@@ -63,13 +64,13 @@ ctypedef int (*create_t)(void **, unsigned int) noexcept nogil
 ctypedef int (*record_t)(void *, void *) noexcept nogil
 ctypedef int (*context_of_t)(void *, void **) noexcept nogil
 ctypedef int (*enter_t)(void *) noexcept nogil
-ctypedef int (*leave_t)(void **) noexcept nogil
+ctypedef int (*current_t)(void **) noexcept nogil
 ctypedef int (*text_t)(int, const char **) noexcept nogil
 
 FUNCTIONS = (
     "copy_to_host", "copy_to_device", "copy_on_device", "synchronize", "allocate",
     "event_create", "event_record", "event_synchronize",
-    "context_of_stream", "enter_context", "leave_context", "error_text",
+    "context_of_stream", "current_context", "enter_context", "leave_context", "error_text",
 )
 assert len(FUNCTIONS) == N_FUNCTIONS
 
@@ -232,25 +233,29 @@ cdef void choose_road(Lane *lane, Call call, int64_t direct) noexcept nogil:
         lane.staged = trial.staged
 
 
-cdef int finish_trial(Lane *lane) noexcept nogil:
-    """Note how long a call took; after the last one all ranks choose what was quicker for all."""
+cdef int finish_trial(Lane *lane, int failed) noexcept nogil:
+    """Note how long a call took; after the last one all ranks choose what was quicker for all.
+
+    Also where the call has failed, with this code: the other ranks count it. Returns the code.
+    """
     cdef Trial *trial = lane.trial
     cdef double mine[2]
     cdef double seconds
     cdef double *best = &trial.seconds[1 if lane.staged else 0]
-    cdef int code = synchronize(lane)
-    seconds = (clock_now() - lane.began) * 1e-9
+    cdef int code = failed or synchronize(lane)
+    cdef int agreed = 0
+    seconds = (clock_now() - lane.began) * 1e-9 if code == 0 else INFINITY
     if trial.calls < 2 or seconds < best[0]:
         best[0] = seconds
     trial.calls += 1
-    if code == 0 and trial.calls == TRIALS:
+    if trial.calls == TRIALS:
         mine[0], mine[1] = trial.seconds[0], trial.seconds[1]
         count_call(ALLREDUCE)
-        code = (<combine_t> address[<int> ALLREDUCE])(
+        agreed = (<combine_t> address[<int> ALLREDUCE])(
             mine, trial.seconds, 2, mpi_type(XLA_FFI_DataType_F64), mpi_op(MAX),
             lane.comm.handle)
         trial.staged = trial.seconds[1] < trial.seconds[0]
-    return code
+    return code or agreed
 
 
 cdef int open_lane(
@@ -267,18 +272,17 @@ cdef int open_lane(
     memset(lane, 0, sizeof(Lane))
     if direct == NO_DATA or frame == NULL or not ffi_on_device(frame):
         return 0
-    if not ffi_stream(frame, &lane.stream):
+    if not ffi_stream(frame, &lane.stream) or lane.stream == NULL:
         snprintf(driver_text, DRIVER_TEXT, "XLA names no stream for this program")
         return ERR_DRIVER
     code = answer(CONTEXT_OF_STREAM, (<context_of_t> functions[<int> CONTEXT_OF_STREAM])(
         lane.stream, &context))
-    if code == 0:
-        code = answer(ENTER_CONTEXT, (<enter_t> functions[<int> ENTER_CONTEXT])(context))
+    code = code or enter_context(lane, context)
     if code == 0:
         code = synchronize(lane)
         code = code or take_staging(lane, context)
         if code != 0:
-            leave_context()
+            leave_context(lane)
     if code != 0:
         memset(lane, 0, sizeof(Lane))       # nothing to close
         return code
@@ -287,10 +291,21 @@ cdef int open_lane(
     return 0
 
 
-cdef void leave_context() noexcept nogil:
+cdef int enter_context(Lane *lane, void *context) noexcept nogil:
+    """Make a context current on this thread, and note which was where no stack of them does."""
+    cdef int code = 0
+    if functions[<int> CURRENT_CONTEXT] != NULL:
+        code = answer(CURRENT_CONTEXT, (<current_t> functions[<int> CURRENT_CONTEXT])(&lane.outer))
+    return code or answer(ENTER_CONTEXT, (<enter_t> functions[<int> ENTER_CONTEXT])(context))
+
+
+cdef void leave_context(const Lane *lane) noexcept nogil:
+    """Make current what was current before the call: XLA's threads do not ask."""
     cdef void *left = NULL
-    if functions[<int> LEAVE_CONTEXT] != NULL:      # some drivers have a current device instead
-        (<leave_t> functions[<int> LEAVE_CONTEXT])(&left)
+    if functions[<int> LEAVE_CONTEXT] != NULL:
+        (<current_t> functions[<int> LEAVE_CONTEXT])(&left)
+    else:
+        (<enter_t> functions[<int> ENTER_CONTEXT])(lane.outer)
 
 
 cdef int close_lane(Lane *lane, int code) noexcept nogil:
@@ -299,7 +314,7 @@ cdef int close_lane(Lane *lane, int code) noexcept nogil:
     if lane.stream == NULL:
         return code
     given = give_staging(lane)
-    leave_context()
+    leave_context(lane)
     return code if code != 0 else given
 
 

@@ -181,43 +181,27 @@ cdef Request *take(int64_t number, int64_t comm_id) noexcept nogil:
     return found
 
 
-cdef int take_in(
-    Lane *lane, const Job *job, const char *src, char *wire, int64_t count
+cdef int transfer(
+    Lane *lane, const Job *job, char *data, char *wire, int64_t count, bint to_wire
 ) noexcept nogil:
-    """Copy an operand into memory of the request."""
-    cdef int64_t room = lane.room // job.item
+    """Copy an operand into memory of the request, or a result out of it."""
+    cdef bint on_device = lane.stream != NULL
+    cdef int64_t room = lane.room // job.item if on_device else count
+    cdef char *here = lane.staging.half[0] if on_device else data
     cdef int64_t step
     cdef int code = 0
-    if lane.stream == NULL:
-        widen(job, src, wire, count)
-        return 0
     while count > 0 and code == 0:
         step = min(room, count)
-        code = fetch(lane, lane.staging.half[0], src, step * job.item)
+        if on_device and to_wire:
+            code = fetch(lane, here, data, step * job.item)
         code = code or synchronize(lane)
-        widen(job, lane.staging.half[0], wire, step)
-        src += step * job.item
-        wire += step * job.wire_item
-        count -= step
-    return code
-
-
-cdef int give_out(
-    Lane *lane, const Job *job, const char *wire, char *dst, int64_t count
-) noexcept nogil:
-    """Copy a result out of memory of the request."""
-    cdef int64_t room = lane.room // job.item
-    cdef int64_t step
-    cdef int code = 0
-    if lane.stream == NULL:
-        narrow(job, wire, dst, count)
-        return 0
-    while count > 0 and code == 0:
-        step = min(room, count)
-        code = synchronize(lane)
-        narrow(job, wire, lane.staging.half[0], step)
-        code = code or put(lane, dst, lane.staging.half[0], step * job.item)
-        dst += step * job.item
+        if to_wire:
+            widen(job, here, wire, step)
+        else:
+            narrow(job, wire, here, step)
+        if on_device and not to_wire:
+            code = code or put(lane, data, here, step * job.item)
+        data += step * job.item
         wire += step * job.wire_item
         count -= step
     return code
@@ -257,7 +241,8 @@ cdef Error *iallreduce(Frame *frame) noexcept nogil:
     for i in range(ffi_operands(frame)):
         if i < n:
             count = ffi_count(ffi_arg(frame, i))
-            code = code or take_in(lane, &job, <char *> ffi_arg(frame, i).data, wire, count)
+            code = code or transfer(
+                lane, &job, <char *> ffi_arg(frame, i).data, wire, count, True)
             wire += count * job.wire_item
         code = code or carry(lane, ffi_ret(frame, i + 1), ffi_arg(frame, i))
     code = code or start_comparison(frame, comm, visit.entry, &request.comparison)
@@ -325,14 +310,14 @@ cdef int finish_wait(
     Frame *frame, Lane *lane, const Job *job, const Request *request
 ) noexcept nogil:
     """Give out the results, and pass on what passes through."""
-    cdef const char *wire = request.recv
+    cdef char *wire = request.recv
     cdef int64_t i, count
     cdef int code = 0
     for i in range(1, ffi_operands(frame)):
         if i <= ffi_int(frame, 1):
             count = ffi_count(ffi_ret(frame, i - 1))
-            code = code or give_out(
-                lane, job, wire, <char *> ffi_ret(frame, i - 1).data, count)
+            code = code or transfer(
+                lane, job, <char *> ffi_ret(frame, i - 1).data, wire, count, False)
             wire += count * job.wire_item
         else:
             code = code or carry(lane, ffi_ret(frame, i - 1), ffi_arg(frame, i))

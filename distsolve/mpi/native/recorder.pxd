@@ -18,10 +18,12 @@ cdef struct Entry:
     int comm
     int peer            # or root; below -1 where there is none
     int op              # negative where there is none
+    bint on_device
 
 cdef int64_t clock_now() noexcept nogil
 cdef Entry *record(
-    int call, int dtype, int comm, int64_t *numbers, int64_t where, int64_t count, int peer, int op
+    int call, int dtype, int comm, int64_t *numbers, int64_t where, int64_t count, int peer, int op,
+    bint on_device
 ) noexcept nogil
 cdef void record_return(Entry *entry, int64_t sequence) noexcept nogil
 cdef bint read_entry(int64_t sequence, Entry *copy) noexcept nogil

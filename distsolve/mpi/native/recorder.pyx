@@ -125,7 +125,8 @@ cdef int64_t clock_now() noexcept nogil:
 
 
 cdef Entry *record(
-    int call, int dtype, int comm, int64_t *numbers, int64_t where, int64_t count, int peer, int op
+    int call, int dtype, int comm, int64_t *numbers, int64_t where, int64_t count, int peer, int op,
+    bint on_device
 ) noexcept nogil:
     """Begin an entry; `numbers` counts the collectives of its communicator, NULL for others."""
     cdef int64_t sequence = claim(&newest)
@@ -138,6 +139,7 @@ cdef Entry *record(
     entry.entered = clock_ns()
     entry.left = 0
     entry.call, entry.dtype, entry.comm, entry.peer, entry.op = call, dtype, comm, peer, op
+    entry.on_device = on_device
     put(&entry.sequence, sequence)
     return entry
 
@@ -219,8 +221,9 @@ cdef int describe(const Entry *entry, char *text, int size) noexcept nogil:
     if entry.number > 0:
         snprintf(number, sizeof(number), ", collective %lld", <long long> entry.number)
     return snprintf(
-        text, size, "%s%s%s%s%s (communicator %d%s) at %s", name_in(call_names, entry.call), data,
-        space, name_in(op_names, entry.op), peer, entry.comm, number, site_text(entry.where))
+        text, size, "%s%s%s%s%s%s (communicator %d%s) at %s", name_in(call_names, entry.call), data,
+        space, name_in(op_names, entry.op), peer, ", in device memory" if entry.on_device else "",
+        entry.comm, number, site_text(entry.where))
 
 
 cdef bint ranks_like(

@@ -15,8 +15,7 @@ from distsolve.mpi.native.columns cimport reduce_scatter
 from distsolve.mpi.native.device cimport NEVER
 from distsolve.mpi.native.engine cimport Job, direct_bytes, job_of, mirror, run
 from distsolve.mpi.native.ffi cimport (
-    Buffer, Error, Frame, capsule, ffi_answer_metadata, ffi_arg, ffi_count, ffi_counts, ffi_int,
-    ffi_on_device, ffi_operands, ffi_ret,
+    Buffer, Error, Frame, capsule, ffi_arg, ffi_count, ffi_counts, ffi_int, ffi_operands, ffi_ret,
 )
 
 
@@ -38,7 +37,7 @@ cdef Error *combine(Frame *frame, Call call, int op_at, int root_at) noexcept no
     cdef int code = run(&job)
     cdef Error *wrong = NULL
     if code == 0:
-        wrong = verify(frame, comm, visit.entry, &visit.canary)
+        wrong = verify(frame, comm, visit.entry, &visit.lane, &visit.canary)
     error = check(frame, call, leave(&visit, code), comm, count, NO_PEER)
     return error if wrong == NULL else wrong
 
@@ -68,13 +67,10 @@ cdef Error *bcast(Frame *frame) noexcept nogil:
     return combine(frame, BCAST, 0, 2)
 
 
-# chunk, comm, op; the operand is a stack of square matrices. In device memory, where this module
-# cannot mirror a triangle, both go to MPI.
+# chunk, comm, op; the operand is a stack of square matrices in host memory: see `triangles.py`.
 cdef Error *allreduce_symmetric(Frame *frame) noexcept nogil:
     cdef Comm *comm
     cdef Error *error
-    if not ffi_answer_metadata(frame) and ffi_on_device(frame):
-        return combine(frame, ALLREDUCE, 2, 0)
     if not ready(frame, ALLREDUCE, 1, &comm, &error):
         return error
     cdef Buffer *x = ffi_arg(frame, 0)

@@ -1,0 +1,32 @@
+/* What the files of the driver without a GPU share. */
+#ifndef FAKE_H
+#define FAKE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+struct stream;
+struct event;
+
+/* Of this thread: contexts entered and not left, and the one that is current. */
+extern __thread int depth;
+extern __thread void *current;
+extern struct stream *expected; /* that of the program whose handler is called */
+
+void violate(const char *rule);
+char *on_device(const void *address, size_t size);
+void *fake_stream(long delay_us, long context);
+
+int cuCtxPushCurrent_v2(void *context);
+int cuStreamGetCtx(struct stream *stream, void **context);
+int cuMemcpyDtoHAsync_v2(void *host, const void *device, size_t size, struct stream *stream);
+int cuMemcpyHtoDAsync_v2(void *device, const void *host, size_t size, struct stream *stream);
+int cuMemcpyDtoDAsync_v2(void *to, const void *from, size_t size, struct stream *stream);
+int cuStreamSynchronize(struct stream *stream);
+int cuMemHostAlloc(char **at, size_t size, unsigned flags);
+int cuEventCreate(struct event **event, unsigned flags);
+int cuEventRecord(struct event *event, struct stream *stream);
+int cuEventSynchronize(struct event *event);
+int cuGetErrorString(int code, const char **text);
+
+#endif

@@ -3,7 +3,8 @@
 #
 # WHEELS: a folder with wheels of distsolve, mpich, mpi4py, and of whatever else the Python there
 # lacks; nothing is fetched. JAX with its plugin for the GPU is taken from that Python or the folder.
-# OUTPUT: gets gpu-1.json and gpu-2.json, for one rank and for two that share the GPU.
+# OUTPUT: gets gpu-1.json, gpu-2.json for two ranks that share the GPU, and gpu-2-auto.json for the
+# road that was found by trying.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 wheels=${1:-}
@@ -26,15 +27,16 @@ export DISTSOLVE_GPU_MPI=${DISTSOLVE_GPU_MPI:-staged}
 # From outside of the checkout, so that the installed package is what runs.
 cd "$output" || exit 1
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
+rm -f gpu-1.json gpu-2.json gpu-2-auto.json # those of an earlier run
 failed=0
 for ranks in 1 2; do
   echo "== $ranks rank(s)"
   export XLA_PYTHON_CLIENT_MEM_FRACTION=$([ "$ranks" = 1 ] && echo 0.8 || echo 0.4)
-  timeout -k 5 115 "$mpiexec" -n "$ranks" "$python" "$here/on_gpu.py" \
+  timeout -k 5 105 "$mpiexec" -n "$ranks" "$python" "$here/on_gpu.py" \
     --output "$output/gpu-$ranks.json" ${REHEARSE:+--rehearse} || failed=1
 done
 # The road that the probe of MPI chooses, whatever the variable said above.
 echo "== 2 ranks, DISTSOLVE_GPU_MPI=auto"
-DISTSOLVE_GPU_MPI=auto timeout -k 5 60 "$mpiexec" -n 2 "$python" "$here/on_gpu.py" \
+DISTSOLVE_GPU_MPI=auto timeout -k 5 50 "$mpiexec" -n 2 "$python" "$here/on_gpu.py" \
   --only reductions --output "$output/gpu-2-auto.json" ${REHEARSE:+--rehearse} || failed=1
 exit $failed

@@ -247,6 +247,7 @@ def test_errors_of_the_driver(gpu, function):
     abi.set_road(comm, STAGED, STAGING)
     for made, operands, params in failing_calls(comm):
         gpu.run(made.spec, operands, **params)
+        before = gpu.library.fake_pinned_bytes()
         made_of = [gpu.produce(x) for x in operands]
         gpu.library.fake_fail(function.encode(), 1)
         _, error = gpu.call(made.spec, made_of, **params)
@@ -257,6 +258,7 @@ def test_errors_of_the_driver(gpu, function):
             f"{made.spec.name}: {error}",
         )
         gpu.run(made.spec, operands, **params)  # as if nothing had been
+        agree(gpu.library.fake_pinned_bytes() == before, "host memory was lost")
     nonblocking.complete_all(comm)
 
 

@@ -186,6 +186,14 @@ cdef int make_staging(void *context, Staging **made) noexcept nogil:
     return code
 
 
+cdef void set_aside(Staging *staging) noexcept nogil:
+    global idle
+    pthread_mutex_lock(&lock)
+    staging.next = idle
+    idle = staging
+    pthread_mutex_unlock(&lock)
+
+
 cdef int take_staging(Lane *lane, void *context) noexcept nogil:
     """Staging memory that no copy uses any more: the context's own, or that of another thread."""
     cdef Staging **link = &idle
@@ -201,22 +209,20 @@ cdef int take_staging(Lane *lane, void *context) noexcept nogil:
     if staging == NULL:
         return make_staging(context, &lane.staging)
     code = answer(EVENT_SYNCHRONIZE, (<stream_t> functions[<int> EVENT_SYNCHRONIZE])(staging.event))
-    lane.staging = staging if code == 0 else NULL
+    if code == 0:
+        lane.staging = staging
+    else:
+        set_aside(staging)      # the next call waits for its event
     return code
 
 
 cdef int give_staging(Lane *lane) noexcept nogil:
-    """Let others use the staging memory behind its last copy; never again where that is unknown."""
-    global idle
+    """Let others use the staging memory behind its last copy; never again where that may not end."""
     cdef int code = answer(EVENT_RECORD, (<record_t> functions[<int> EVENT_RECORD])(
         lane.staging.event, lane.stream))
-    if code != 0:
-        return code
-    pthread_mutex_lock(&lock)
-    lane.staging.next = idle
-    idle = lane.staging
-    pthread_mutex_unlock(&lock)
-    return 0
+    if code == 0 or synchronize(lane) == 0:
+        set_aside(lane.staging)
+    return code
 
 
 cdef void choose_road(Lane *lane, Call call, int64_t direct) noexcept nogil:

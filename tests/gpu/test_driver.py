@@ -16,7 +16,8 @@ from gpu.fake import DELAY_US, STAGING, Device, bind, call_on_host, streams
 from spmd import agree, ranks
 
 from distsolve.mpi import device, table
-from distsolve.mpi.comm import resolve
+from distsolve.mpi.comm import _agree_on_road, resolve
+from distsolve.mpi.library import load
 from distsolve.mpi.native import abi, agreement, nonblocking
 from distsolve.mpi.operations import Op
 
@@ -110,6 +111,19 @@ def test_the_quicker_road_is_taken(gpu):
     everyone = ranks().reporting.allgather(timed)
     direct, staged = timed["MPI_Allreduce", 1024]
     agree(0 < direct < staged and everyone == [timed] * ranks().size, str(everyone))
+
+
+def test_all_take_the_road_that_none_forbids(monkeypatch):
+    # MPI passed on all nodes but the last, whose halves are larger, too.
+    last = device.Road(STAGED, "it crashed")
+    rank, is_last = ranks().rank, ranks().rank == ranks().size - 1
+    monkeypatch.setattr(device, "_looked", True)
+    monkeypatch.setattr(device, "_loaded", "cuda")
+    monkeypatch.setattr(device, "_road", last if is_last else device.Road(device.AUTO, "passed"))
+    monkeypatch.setattr(device, "staging_bytes", lambda: 65536 + rank)
+    monkeypatch.delenv("DISTSOLVE_GPU_MPI", raising=False)
+    agreed = _agree_on_road(load().MPI, ranks().agreeing, probing=True)
+    agree(agreed == (STAGED, 65536) and device.road() == last, f"{agreed} {device.road()}")
 
 
 def test_a_call_that_is_not_made_is_not_timed(gpu):

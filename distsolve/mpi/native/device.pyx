@@ -217,7 +217,7 @@ cdef int take_staging(Lane *lane, void *context) noexcept nogil:
 
 
 cdef int give_staging(Lane *lane) noexcept nogil:
-    """Let others use the staging memory behind its last copy; never again where that may not end."""
+    """Let others use the staging memory behind its last copy; never where that may go on."""
     cdef int code = answer(EVENT_RECORD, (<record_t> functions[<int> EVENT_RECORD])(
         lane.staging.event, lane.stream))
     if code == 0 or synchronize(lane) == 0:

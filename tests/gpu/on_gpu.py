@@ -233,7 +233,7 @@ def pinned_copy_seconds(x):
         seconds = time.perf_counter() - start
         require(library.cuStreamDestroy_v2(stream))
         require(library.cuMemFreeHost(pinned))
-    return seconds / 2  # one way: both go at once in the pipeline
+    return seconds / 2  # one way
 
 
 def check_latency():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -91,16 +92,10 @@ scan = make_primitive(_elementwise("scan"))
 
 exscan = make_primitive(_elementwise("exscan"))
 
-
-def _symmetric_on_gpu(S: Any, **params: Any) -> list:
-    (folded,) = allreduce.primitive.bind(triangles.fold(S), **params)
-    return [triangles.unfold(folded, S.shape[-1])]
-
-
 allreduce_symmetric = make_primitive(
     OpSpec(
         name="allreduce_symmetric",
-        on_gpu=_symmetric_on_gpu,
+        on_gpu=partial(triangles.through, allreduce.primitive.bind),
         attributes=("chunk", "comm", "op"),
         outputs=rules.same_shapes,
         aliases=rules.in_place,

@@ -6,8 +6,17 @@ they lie. In device memory it cannot: there the program folds them, and sends wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+
+def through(total: Callable[..., list], S: jax.Array, **params: Any) -> list:
+    """A sum over ranks, which gets and gives a list of arrays, of what is folded."""
+    (folded,) = total(fold(S), **params)
+    return [unfold(folded, S.shape[-1])]
 
 
 def fold(S: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """The pages say what is: names, links, programs, and the table of README.md.
 
-A block of Python in a page may follow a mark in an HTML comment: `runs`, and it is run on any
-number of ranks; or `from docs/examples/NAME.py`, and it must stand in that program as it is.
+A block of Python in a page follows a mark in an HTML comment. `runs`: it is run on any number of
+ranks. `runs once`: on one. `runs in a job`: by `tests/jobs/test_pages.py`. `from docs/examples/NAME.py`:
+it stands in that program as it is. `compiles`: it needs what is not there, a handler of its own.
 """
 
 import ast
@@ -109,11 +110,11 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize(("page", "mark", "code"), BLOCKS)
 def test_blocks(page, mark, code):
     compile(code, page.name, "exec", ast.PyCF_ONLY_AST)
-    if mark == "runs":
+    if mark in ("runs", "runs once"):
         with users_settings():
             exec(compile(code, page.name, "exec"), {"__name__": "block"})
-    elif mark:
-        assert mark.startswith("from "), f"unknown mark {mark!r}"
+    elif mark not in ("runs in a job", "compiles"):
+        assert mark.startswith("from "), f"{mark!r} is no mark"
         assert code in (ROOT / mark.removeprefix("from ")).read_text(), "differs from the program"
 
 

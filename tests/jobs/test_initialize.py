@@ -65,8 +65,11 @@ else:
 def test_the_line_that_programs_have():
     program = f"""{HEADER}
 from mpi4py.MPI import COMM_WORLD as comm
-import distsolve.cluster
 {LAUNCHER}
+import jax
+
+import distsolve.cluster
+
 jax.distributed.initialize()
 {TOGETHER}"""
     run_ranks(program, np=2).check()

@@ -2,8 +2,11 @@
 
 import enum
 import os
+import subprocess
+import sys
+from pathlib import Path
 
-os.environ.update(DISTSOLVE_NO_MPI="1", JAX_PLATFORMS="cpu")
+os.environ.update(DISTSOLVE_NO_MPI="1", JAX_PLATFORMS="cpu", MPLBACKEND="agg")
 
 import distsolve
 
@@ -38,7 +41,17 @@ def drop_the_text_of_the_class(app, what, name, member, options, lines):
         lines.clear()
 
 
+def draw(app):
+    """Draw the pictures that come from runs: those of `plots`, into build/plots."""
+    source = Path(app.srcdir)
+    target = source.parent / "build/plots"
+    target.mkdir(parents=True, exist_ok=True)
+    for program in sorted((source / "plots").glob("*.py")):
+        subprocess.run([sys.executable, program, target / f"{program.stem}.svg"], check=True)
+
+
 def setup(app):
     """Called by Sphinx."""
+    app.connect("builder-inited", draw)
     app.connect("missing-reference", show_as_text)
     app.connect("autodoc-process-docstring", drop_the_text_of_the_class)

@@ -4,7 +4,7 @@
 
 u' = u'' with u = 0 at both ends, by explicit steps. A step needs one cell of each neighbour: two
 `sendrecv`. At the ends the neighbour is ``PROC_NULL``, and the template, 0, comes back.
-The program uses nothing that mpi4jax lacks: with ``import mpi4jax`` it runs there, too.
+With mpi4jax the ends would need a ``jnp.where``: there nothing is written for ``PROC_NULL``.
 """
 
 import jax

@@ -54,7 +54,8 @@ np.testing.assert_allclose(u, expected[mine], rtol=1e-6)
 # What the whole solution is needed for can be computed in pieces, too.
 largest = mpi.allreduce(jnp.max(u), mpi.MAX)
 length = distsolve.norm(u, distsolve.Sharded())
-assert np.isclose(largest, expected.max()) and np.isclose(length, np.linalg.norm(expected))
+assert np.isclose(largest, expected.max())
+assert np.isclose(length, np.linalg.norm(expected))
 everything = mpi.allgatherv(u, A.counts)  # all of it on every rank, where that fits
 np.testing.assert_allclose(everything, expected, rtol=1e-6)
 if rank == 0:

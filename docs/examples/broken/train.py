@@ -12,7 +12,7 @@ def step(p):
 
 
 p = jnp.ones(1000)
-for i in range(100):
+for _ in range(100):
     loss = jnp.sum(p) / (rank + 1)  # of this rank alone
     if loss < 400:
         break  # wrong: the others go on

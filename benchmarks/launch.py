@@ -1,4 +1,4 @@
-"""Starts a kernel on several ranks and reads its JSON line. Never imports MPI itself."""
+"""Starts programs on several ranks, and reads a kernel's JSON line. Never imports MPI itself."""
 
 import json
 import os
@@ -16,6 +16,11 @@ THREAD_LIMITS = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "PJRT_NPROC": "1",  # XLA
+}
+# How MPICH moves messages between ranks, and the variables that make it do so.
+TRANSPORTS = {
+    "shared memory": {},
+    "tcp": {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"},
 }
 
 
@@ -59,8 +64,8 @@ def _stop(process):
         process.communicate()
 
 
-def _job(kernel, np, mpi):
-    """The launcher's command, with the environment's or Debian's MPI and Python, and variables.
+def _launcher(np, mpi):
+    """The launcher's command, the environment's or Debian's Python, and variables for its MPI.
 
     Each rank is bound to a core of its own, where there are as many: ranks that wander cost up to
     half of the speed, and all contenders must wander or none.
@@ -81,8 +86,7 @@ def _job(kernel, np, mpi):
         # Named one by one: in some virtual machines MPICH takes "core" for the same core.
         command += ["-bind-to", "user:" + ",".join(map(str, sorted(cores)))] if bound else []
         env = {} if bound else {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}  # a rank that waits sleeps
-    program = [python, str(HERE / kernel)] if str(kernel).endswith(".py") else [str(kernel)]
-    return [*command, "-n", str(np)], program, env
+    return [*command, "-n", str(np)], python, env
 
 
 def _preload(mpi, delay):
@@ -127,15 +131,43 @@ def launch(kernel, *, np, mpi="mpich", simnet=None, timeout=300, **options):
     LaunchError
         If there is no mpiexec, the kernel fails, takes too long or prints no figures.
     """
-    launcher, program, variables = _job(kernel, np, mpi)
+    launcher, python, variables = _launcher(np, mpi)
+    program = [python, str(HERE / kernel)] if str(kernel).endswith(".py") else [str(kernel)]
     command = launcher + (_preload(mpi, simnet) if simnet is not None else []) + program
     for name, value in options.items():
         command += ["--" + name.replace("_", "-"), str(value)]
-    environment = {**os.environ, **THREAD_LIMITS, "JAX_PLATFORMS": "cpu", **variables}
-    return _figures_of(command, environment, timeout)
+    lines = _output_of(command, variables, timeout).splitlines()
+    figures = [line for line in lines if line.startswith("{")]
+    if not figures:
+        raise LaunchError(f"no figures from {' '.join(command)}")
+    return json.loads(figures[-1])
 
 
-def _figures_of(command, env, timeout):
+def run_module(module, *words, np, variables, timeout=300):
+    """Run ``python -m module words`` on `np` ranks, and return what it prints.
+
+    Parameters
+    ----------
+    module : str
+    *words : str or object whose text is one
+    np : int
+        Number of ranks.
+    variables : dict
+        For the environment of the ranks, as in `TRANSPORTS`.
+    timeout : float
+        Seconds after which the ranks are ended.
+
+    Raises
+    ------
+    LaunchError
+        If there is no mpiexec, or the program fails or takes too long.
+    """
+    launcher, python, _ = _launcher(np, "mpich")
+    return _output_of([*launcher, python, "-m", module, *map(str, words)], variables, timeout)
+
+
+def _output_of(command, variables, timeout):
+    env = {**os.environ, **THREAD_LIMITS, "JAX_PLATFORMS": "cpu", **variables}
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
@@ -148,8 +180,7 @@ def _figures_of(command, env, timeout):
     except BaseException:
         _stop(process)
         raise
-    lines = [line for line in out.splitlines() if line.startswith("{")]
-    if process.returncode or not lines:
+    if process.returncode:
         tail = (out + err).strip()[-1500:]
         raise LaunchError(f"exit code {process.returncode} from {' '.join(command)}\n{tail}")
-    return json.loads(lines[-1])
+    return out

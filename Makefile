@@ -43,7 +43,9 @@ ENVIRONMENT_newest := .venv-newest
 # RANKS=2 alone stands for every end.
 RANK_OPTIONS = $(foreach choice,$(RANKS),--ranks $(if $(findstring =,$(choice)),,all=)$(choice))
 
-.PHONY: help demo test fuzz soak lint bench docs clean
+PEERS := mpi4jax shard-map c mpi4py petsc jax-scipy lineax
+
+.PHONY: help demo test fuzz soak lint bench $(PEERS:%=compare-%) docs clean
 
 help:
 	@echo "make demo    the main job on 2 ranks: the energy of H2 by variational Monte Carlo"
@@ -52,8 +54,9 @@ help:
 	@echo "make fuzz    random programs, compared with a serial oracle: make fuzz EXAMPLES=2000 RANKS=2"
 	@echo "make soak    many solves in one job, in which nothing may grow: make soak SOLVES=10000"
 	@echo "make lint    ruff, cython-lint, mypy, codespell"
-	@echo "make bench   the comparisons with mpi4jax, C, jax.scipy, lineax, NumPy and PETSc"
+	@echo "make bench   the comparisons with mpi4jax, mpi4py, C, gloo, jax.scipy, lineax, NumPy, PETSc"
 	@echo "             fewer: make bench COMPARE=solvers ARGS='--rows 1,6'"
+	@echo "make compare-PEER  the rows in which one of them competes: $(PEERS)"
 	@echo "make docs    the pages, into build/docs"
 	@echo "make clean   remove environments and build results"
 
@@ -92,6 +95,9 @@ bench: .venv-bench/.ready
 		$(LIMITS) .venv-bench/bin/python benchmarks/compare_$$name.py $(ARGS) || status=1
 	done
 	exit $$status
+
+$(PEERS:%=compare-%): compare-%: .venv-bench/.ready
+	$(LIMITS) .venv-bench/bin/python benchmarks/compare.py $* $(ARGS)
 
 docs: .venv-docs/.ready
 	.venv-docs/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs

@@ -1,4 +1,4 @@
-"""The speed and memory of one allreduce: distsolve beside mpi4jax, a C loop and gloo.
+"""The speed and memory of one allreduce: distsolve beside mpi4jax, mpi4py, a C loop and gloo.
 
 usage: python benchmarks/compare_primitives.py [--rows 1,5] [--quick] [--json FILE] ...
 """
@@ -13,17 +13,25 @@ CHUNK = {"chunk_elements": MIB}
 
 def jax(library, quick, **options):
     """A contender that runs through kernels/allreduce.py."""
-    return Contender("kernels/allreduce.py", library, {"library": library, **options}, quick)
+    peer = "" if library == "distsolve" else library
+    return Contender(
+        "kernels/allreduce.py", library, {"library": library, **options}, quick, peer=peer
+    )
+
+
+def numpy(quick, **options):
+    """A contender that runs mpi4py on NumPy buffers."""
+    return Contender("kernels/numpy_allreduce.py", "mpi4py", options, quick, peer="mpi4py")
 
 
 def c(quick, **options):
     """A contender that runs the C program."""
-    return Contender("c/allreduce.c", "mpicc", options, quick)
+    return Contender("c/allreduce.c", "mpicc", options, quick, peer="c")
 
 
-def gloo(quick, **options):
-    """A contender that runs `psum` through gloo."""
-    return Contender("kernels/psum.py", "jax", options, quick)
+def psum(quick, needs="jax", **options):
+    """A contender that runs `psum` through JAX's own collectives."""
+    return Contender("kernels/psum.py", needs, options, quick, peer="shard-map")
 
 
 def measurements():
@@ -37,12 +45,14 @@ def measurements():
         "tiny": {
             "distsolve": jax("distsolve", short, case="loop", **tiny),
             "mpi4jax": jax("mpi4jax", short, case="loop", **tiny),
+            "mpi4py": numpy(short, case="loop", **tiny),
             "C": c(short, **tiny),
             "C, MPI_THREAD_SINGLE": c(short, threads=0, **tiny),
         },
         "loop": {
             "distsolve": jax("distsolve", large, case="loop", **loop),
             "mpi4jax": jax("mpi4jax", large, case="loop", **loop),
+            "mpi4py": numpy(large, case="loop", **loop),
             "C": c(large, **loop),
             "C in 1 MiB chunks": c(large, **CHUNK, **loop),
             "C, MPI_THREAD_SINGLE": c(large, threads=0, **loop),
@@ -50,6 +60,7 @@ def measurements():
         "huge": {
             "distsolve": jax("distsolve", huge, case="single", **one),
             "mpi4jax": jax("mpi4jax", huge, case="single", **one),
+            "mpi4py": numpy(huge, case="single", **one),
             "C": c(huge, **one),
             "C in 1 MiB chunks": c(huge, **CHUNK, **one),
             "C, MPI_THREAD_SINGLE": c(huge, threads=0, **one),
@@ -57,6 +68,7 @@ def measurements():
         "eager": {
             "distsolve": jax("distsolve", few, case="eager", elements=4, iterations=10_000),
             "mpi4jax": jax("mpi4jax", few, case="eager", elements=4, iterations=10),
+            "mpi4py": numpy(few, case="eager", elements=4, iterations=10_000),
         },
         "jit": {
             "distsolve": jax("distsolve", few, case="jit", elements=4, iterations=2000),
@@ -64,7 +76,8 @@ def measurements():
         },
         "gloo": {
             "distsolve": jax("distsolve", short, case="loop", **tiny),
-            "shard_map + psum, gloo": gloo({"iterations": 200}, elements=1, iterations=5000),
+            "shard_map + psum, gloo": psum({"iterations": 200}, elements=1, iterations=5000),
+            "shard_map + psum, MPI": psum({}, needs="mpiwrapper"),
         },
     }
 

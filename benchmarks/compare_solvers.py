@@ -9,11 +9,11 @@ from table import Contender, Row, Target, compare
 
 OURS, RIVAL = "distsolve", "jax.scipy cg, mpi4jax"
 NUMPY, PETSC = "NumPy (J @ v) @ J", "PETSc KSPCG"
-# What kernels/sr_solve.py calls each, and the package that it needs.
+# What kernels/sr_solve.py calls each, the package that it needs, and the peer that it is.
 SOLVERS = {
-    OURS: ("distsolve", "distsolve"),
-    RIVAL: ("jax.scipy", "mpi4jax"),
-    "lineax": ("lineax", "lineax"),
+    OURS: ("distsolve", "distsolve", ""),
+    RIVAL: ("jax.scipy", "mpi4jax", "jax-scipy"),
+    "lineax": ("lineax", "lineax", "lineax"),
 }
 COUNTED = {"simnet": {}}
 QUICK_SOLVE = {"samples": 64, "parameters": 500, "iterations": 10}
@@ -23,9 +23,9 @@ def sr_solve(samples, parameters, iterations, names=(OURS, RIVAL)):
     """Contenders of one size of the SR system."""
     size = {"samples": samples, "parameters": parameters, "iterations": iterations}
 
-    def solver(name, needs):
+    def solver(name, needs, peer):
         options = {"solver": name, **size}
-        return Contender("kernels/sr_solve.py", needs, options, QUICK_SOLVE, COUNTED)
+        return Contender("kernels/sr_solve.py", needs, options, QUICK_SOLVE, COUNTED, peer)
 
     return {name: solver(*SOLVERS[name]) for name in names}
 
@@ -36,10 +36,10 @@ def product(form, needs):
     return Contender("kernels/gram_product.py", needs, options, QUICK_SOLVE, {"np": 1})
 
 
-def poisson(kernel, needs, **started):
+def poisson(kernel, needs, peer="", **started):
     """A contender of CG on the Poisson equation."""
     quick = {"n": 12, "iterations": 10}
-    return Contender(kernel, needs, {"n": 64, "iterations": 100}, quick, started)
+    return Contender(kernel, needs, {"n": 64, "iterations": 100}, quick, started, peer)
 
 
 def delayed(method, delay_us, unknowns):
@@ -52,7 +52,8 @@ def delayed(method, delay_us, unknowns):
 def dense(library):
     """A contender of the dense sum."""
     options = {"library": library, "parameters": 16_384}
-    return Contender("kernels/dense_s.py", library, options, {"parameters": 256}, COUNTED)
+    peer = "" if library == "distsolve" else library
+    return Contender("kernels/dense_s.py", library, options, {"parameters": 256}, COUNTED, peer)
 
 
 def measurements():
@@ -69,7 +70,7 @@ def measurements():
         },
         "poisson": {
             OURS: poisson("kernels/poisson.py", "distsolve"),
-            PETSC: poisson("kernels/petsc_poisson.py", "petsc", mpi="debian"),
+            PETSC: poisson("kernels/petsc_poisson.py", "petsc", "petsc", mpi="debian"),
         },
         "pipelined": {name: delayed(name, 2000, 2600) for name in ("pipelined", "classic")},
         "single": {name: delayed(name, 5000, 100) for name in ("single_reduction", "classic")},

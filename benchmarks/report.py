@@ -32,19 +32,22 @@ def ratio_text(ratio):
     return f"{ratio:.3g}" + (f" = 1/{1 / ratio:.3g}" if 0 < ratio < 0.1 else "")
 
 
-def print_head(conditions):
+def head_lines(conditions):
     """What the figures stand on."""
     machine = conditions["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     limits = ", ".join(f"{name}={value}" for name, value in conditions["environment"].items())
-    print(f"{machine['date']}, {machine['cores']} cores of {machine['processor']}")
-    print(f"{machine['system']}, {machine['memory_gib']} GiB, Python {machine['python']}")
-    print(versions)
-    print(f"{conditions['ranks']} ranks, median of {conditions['repeats']}, slowest rank")
-    print(f"threads of each rank: {limits}")
-    print("memory: VmHWM after the call less VmRSS before it (peak reset), largest rank")
+    lines = [
+        f"{machine['date']}, {machine['cores']} cores of {machine['processor']}",
+        f"{machine['system']}, {machine['memory_gib']} GiB, Python {machine['python']}",
+        versions,
+        f"{conditions['ranks']} ranks, median of {conditions['repeats']}, slowest rank",
+        f"threads of each rank: {limits}",
+        "memory: VmHWM after the call less VmRSS before it (peak reset), largest rank",
+    ]
     if conditions["quick"]:
-        print("QUICK RUN: small sizes, one repeat; compare nothing with it")
+        lines.append("QUICK RUN: small sizes, one repeat; compare nothing with it")
+    return lines
 
 
 def print_row(entry):
@@ -83,11 +86,14 @@ def markdown(table):
     return "\n".join(lines) + "\n"
 
 
-def print_load(shares):
+def load_lines(samples):
     """How much of the machine went elsewhere: figures from a busy machine compare nothing."""
+    results = [result for group in samples.values() for result in group.values()]
+    shares = [sample["other_load"] for result in results for sample in result.get("samples", ())]
     if not shares:
-        return
+        return []
     mean, worst = sum(shares) / len(shares), max(shares)
-    print(f"\nother processes took {mean:.1%} of the cores during the runs, {worst:.1%} at worst")
+    lines = [f"other processes took {mean:.1%} of the cores during the runs, {worst:.1%} at worst"]
     if mean > BUSY:
-        print("THE MACHINE WAS BUSY: ranks wait by spinning; repeat this on an idle machine")
+        lines.append("THE MACHINE WAS BUSY: ranks wait by spinning; repeat this on an idle machine")
+    return lines

@@ -7,6 +7,7 @@ row run one after the other, each in fresh processes, so that noise hits all of 
 import argparse
 import importlib.util
 import json
+import shlex
 import signal
 import statistics
 import sys
@@ -18,9 +19,9 @@ from launch import THREAD_LIMITS, LaunchError, build, debian_petsc, launch, tool
 from machine import OtherLoad, describe
 from report import (
     figure_text,
+    head_lines,
+    load_lines,
     markdown,
-    print_head,
-    print_load,
     print_row,
     print_table,
     ratio_text,
@@ -35,7 +36,8 @@ REPEATS = 5
 class Contender:
     """One program to run; `needs` is the package or tool that it cannot run without.
 
-    `quick` replaces options in a quick run. `started` are further arguments of `launch`.
+    `quick` replaces options in a quick run. `started` are further arguments of `launch`. `peer` is
+    what `compare.py` calls it; "" for what is ours, or no other library's.
     """
 
     kernel: str
@@ -43,6 +45,7 @@ class Contender:
     options: dict
     quick: dict = field(default_factory=dict)
     started: dict = field(default_factory=dict)
+    peer: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class Row:
 
 def missing(contender):
     """Why a contender cannot run here, or None. Looks packages up without importing them."""
+    if contender.needs == "mpiwrapper":
+        return "not here: it needs MPIwrapper, which no package on PyPI brings"
     if contender.needs == "mpicc":
         found = tool("mpicc")
     elif contender.needs == "petsc":
@@ -165,49 +170,56 @@ def judge(row, found, quick):
 
 
 def selection(rows):
-    """A parser of row numbers in a comma-separated list."""
+    """A parser of rows in a comma-separated list."""
 
     def parse(text):
-        try:
-            chosen = [int(part) for part in text.split(",")]
-        except ValueError:
-            chosen = []
-        if not chosen or not set(chosen) <= set(rows):
-            known = ",".join(map(str, rows))
-            raise argparse.ArgumentTypeError(f"`--rows` takes numbers out of {known}; got {text!r}")
-        return sorted(set(chosen))
+        chosen = set(text.split(","))
+        known = list(map(str, rows))
+        if not chosen <= set(known):
+            raise argparse.ArgumentTypeError(
+                f"`--rows` takes rows out of {','.join(known)}; got {text!r}"
+            )
+        return [row for row in rows if str(row) in chosen]
 
     return parse
 
 
-def parse_arguments(title, rows):
+def parse_arguments(title, rows, words):
     """The options of a comparison's command line."""
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--rows", type=selection(rows), default=list(rows), help="for example 1,5")
     parser.add_argument("--quick", action="store_true", help="small sizes, one repeat")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def compare(title, rows, measurements):
+def command():
+    """What was typed, with names that do not depend on the machine."""
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def compare(title, rows, measurements, words=None):
     """Measure the chosen rows, print them, and return 1 if a contender failed.
 
     Parameters
     ----------
     title : str
         One sentence for ``--help``.
-    rows : dict of int to Row
+    rows : dict of int or str to Row
     measurements : dict of str to dict of str to Contender
         Contenders by measurement and name. Rows may share a measurement, which runs once.
+    words : list of str, optional
+        The options; those of the command line by default.
     """
-    options = parse_arguments(title, rows)
+    options = parse_arguments(title, rows, words)
     # As an exception, so that the ranks of the run in progress are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     repeats = 1 if options.quick else REPEATS
-    conditions = {"ranks": RANKS, "repeats": repeats, "quick": options.quick}
+    conditions = {"command": command(), "ranks": RANKS, "repeats": repeats}
+    conditions |= {"quick": options.quick}
     conditions |= {"machine": describe(), "environment": THREAD_LIMITS}
-    print_head(conditions)
+    print(*head_lines(conditions), sep="\n")
     table, samples = [], {}
     with tempfile.TemporaryDirectory() as folder:
         for number in options.rows:
@@ -227,7 +239,7 @@ def compare(title, rows, measurements):
             print_row(table[-1])
     print_table(table)
     groups = [result for group in samples.values() for result in group.values()]
-    print_load([x["other_load"] for result in groups for x in result.get("samples", ())])
+    print("", *load_lines(samples), sep="\n")
     if options.markdown:
         options.markdown.write_text(markdown(table))
     if options.json:

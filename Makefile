@@ -45,7 +45,7 @@ RANK_OPTIONS = $(foreach choice,$(RANKS),--ranks $(if $(findstring =,$(choice)),
 
 PEERS := mpi4jax shard-map c mpi4py petsc jax-scipy lineax
 
-.PHONY: help demo test fuzz soak lint bench $(PEERS:%=compare-%) docs clean
+.PHONY: help demo test fuzz soak lint bench $(PEERS:%=compare-%) performance docs clean
 
 help:
 	@echo "make demo    the main job on 2 ranks: the energy of H2 by variational Monte Carlo"
@@ -57,6 +57,7 @@ help:
 	@echo "make bench   the comparisons with mpi4jax, mpi4py, C, gloo, jax.scipy, lineax, NumPy, PETSc"
 	@echo "             fewer: make bench COMPARE=solvers ARGS='--rows 1,6'"
 	@echo "make compare-PEER  the rows in which one of them competes: $(PEERS)"
+	@echo "make performance   measures everything and writes docs/performance.md"
 	@echo "make docs    the pages, into build/docs"
 	@echo "make clean   remove environments and build results"
 
@@ -98,6 +99,14 @@ bench: .venv-bench/.ready
 
 $(PEERS:%=compare-%): compare-%: .venv-bench/.ready
 	$(LIMITS) .venv-bench/bin/python benchmarks/compare.py $* $(ARGS)
+
+# On an idle machine only. A contender that failed leaves the page as it is.
+performance: .venv-bench/.ready .venv/.ready
+	mkdir -p docs/performance
+	for name in primitives solvers; do
+		$(LIMITS) .venv-bench/bin/python benchmarks/compare_$$name.py --json docs/performance/$$name.json
+	done
+	.venv/bin/python benchmarks/write_performance.py
 
 docs: .venv-docs/.ready
 	.venv-docs/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs

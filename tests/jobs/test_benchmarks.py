@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from launch import ROOT, job_environment, mpi_name
@@ -47,3 +48,37 @@ def test_quick_run(tmp_path):
     assert all(rows.values())
     assert rows["petsc"] == ["solvers 6"]
     assert rows["shard-map"] == ["primitives 7"]
+
+
+def write_page(folder):
+    program = ROOT / "benchmarks/write_performance.py"
+    command = [sys.executable, program, "--folder", folder, "--page", folder / "page.md"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_page_is_written_from_results(tmp_path):
+    medians = {"distsolve": 2e-6, "rival": 3e-6, "C": "not installed"}
+    row = {"row": 1, "title": "a call", "ours": "distsolve", "figure": "seconds"}
+    row |= {"medians": medians, "texts": {"distsolve": "2 us", "rival": "3 us"}, "targets": []}
+    machine = {"date": "2020-02-03", "cores": 2, "processor": "Z80", "system": "CP/M"}
+    machine |= {"memory_gib": 64, "python": "3", "packages": {"distsolve": "7.8"}}
+    samples = {"call": {"rival": {"samples": [{"other_load": 0.25}]}, "C": {"missing": "failed"}}}
+    results = {"command": "python benchmarks/x.py --rows 1", "quick": False, "ranks": 2}
+    results |= {"repeats": 5, "environment": {"THREADS": "1"}, "machine": machine}
+    results |= {"rows": [row], "samples": samples}
+    (tmp_path / "primitives.json").write_text(json.dumps(results))
+    assert "solvers.json: not there" in write_page(tmp_path).stderr
+    (tmp_path / "solvers.json").write_text(json.dumps(results | {"quick": True}))
+    assert "solvers.json: a quick run" in write_page(tmp_path).stderr
+    assert not (tmp_path / "page.md").exists()
+    (tmp_path / "solvers.json").write_text(json.dumps(results))
+    assert write_page(tmp_path).returncode == 0
+    page = (tmp_path / "page.md").read_text()
+    for text in ("`python benchmarks/x.py --rows 1`", "2 cores of Z80", "distsolve 7.8"):
+        assert page.count(text) == 2
+    assert "25.0% of the cores" in page
+    assert "| 1. a call | distsolve: 2 us<br>rival: 3 us |" in page
+    assert "(primitives.svg)" in page
+    drawn = "".join(ElementTree.parse(tmp_path / "primitives.svg").getroot().itertext())
+    assert "1. a call" in drawn
+    assert "rival" in drawn

@@ -1,0 +1,102 @@
+"""Writes docs/performance.md: the words of performance.md here, and the figures of JSON files.
+
+A line ``<!-- NAME -->`` stands for what NAME.json says: command, hardware, versions, the table and
+a picture. The files are what ``--json`` of a comparison leaves.
+
+usage: python benchmarks/write_performance.py [--folder DIR] [--page FILE]
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from report import head_lines, load_lines, markdown
+
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent / "docs"
+WORDS = HERE / "performance.md"
+NOTE = "<!-- Written by `make performance`: edit benchmarks/performance.md instead. -->\n\n"
+
+
+def read(path):
+    """The results in a file, or an exit that says how to make them."""
+    if not path.exists():
+        sys.exit(f"{path}: not there; `make performance` measures it, on an idle machine")
+    results = json.loads(path.read_text())
+    if results["quick"]:
+        sys.exit(f"{path}: a quick run, whose figures compare nothing; `make performance`")
+    return results
+
+
+def section(name, results, picture):
+    """What stands for a name on the page."""
+    facts = [*head_lines(results), *load_lines(results["samples"])]
+    parts = ["By `" + results["command"] + "`:", "\n".join(f"- {fact}" for fact in facts)]
+    parts.append(markdown(results["rows"]).rstrip())
+    if picture:
+        parts.append(f"![Times of the {name} beside those of others]({picture})")
+    return "\n\n".join(parts)
+
+
+def relative_times(rows):
+    """For each row that compares times: its title, and each contender's time over ours."""
+    found = {}
+    for row in rows:
+        times = {name: x for name, x in row["medians"].items() if not isinstance(x, str)}
+        if row["figure"] == "seconds" and row["ours"] in times and len(times) > 1:
+            ours = times[row["ours"]]
+            name = f"{row['row']}. {row['title']}"
+            found[name] = {other: time / ours for other, time in times.items()}
+    return found
+
+
+def draw(rows, path):
+    """Draw times over ours, as the same SVG for the same figures; returns whether there are any."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    times = relative_times(rows)
+    if not times:
+        return False
+    mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "distsolve"}
+    figure = Figure(figsize=(10, 1.5 + 0.5 * len(times)), layout="constrained")
+    axes = figure.add_subplot()
+    ours = {row["ours"] for row in rows}
+    for name in dict.fromkeys(name for row in times.values() for name in row if name not in ours):
+        places = [i for i, row in enumerate(times.values()) if name in row]
+        ratios = [row[name] for row in times.values() if name in row]
+        axes.plot(ratios, places, "o", label=name)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks(range(len(times)), list(times))
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("time / time of distsolve")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=4)
+    figure.savefig(path, format="svg", metadata={"Date": None})
+    return True
+
+
+def main():
+    """Write the page and its pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=DOCS / "performance", help="of the JSON")
+    parser.add_argument("--page", type=Path, default=DOCS / "performance.md")
+    options = parser.parse_args()
+
+    def figures(match):
+        name = match[1]
+        results = read(options.folder / f"{name}.json")
+        picture = options.folder / f"{name}.svg"
+        drawn = draw(results["rows"], picture)
+        return section(name, results, drawn and picture.relative_to(options.page.parent))
+
+    page = re.sub(r"^<!-- (\w+) -->$", figures, WORDS.read_text(), flags=re.MULTILINE)
+    title, rest = page.split("\n\n", 1)
+    options.page.write_text(f"{title}\n\n{NOTE}{rest}")
+
+
+if __name__ == "__main__":
+    main()

@@ -147,8 +147,8 @@ class profile:  # noqa: N801 - used as a function is
                 "A profile is being taken already: leave its block before another one begins."
             )
         self._record = resolve()
+        wait_for_ordered()  # a communicator is not duplicated while a program reduces on it
         self._world = _own_world(self._record.id)
-        wait_for_ordered()
         self._offset = _offset_to_rank_0(self._world)
         recorder.start_profile()
         self._begin = time.monotonic()

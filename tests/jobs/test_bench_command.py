@@ -147,7 +147,7 @@ def test_messages_and_bytes_of_a_step(measured):
     found = {(point.case, point.method): point for point in every}
     call, sr = found["allreduce", ""], found["sr", "cg"]
     assert (call.messages, call.sent) == (1, 4)
-    # One for each product with S, and one for the force, which carries more than the update.
+    # One for each product with S, of two vectors, and one for the force.
     assert sr.messages == pytest.approx(1 + 1 / sr.steps)
     assert 8 * PARAMETERS < sr.sent < 3 * 8 * PARAMETERS
     # A plane to either side and one reduction; the start and the rounding of averages besides.

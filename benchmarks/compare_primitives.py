@@ -9,6 +9,8 @@ from table import Contender, Row, Target, compare
 
 MIB = 2**20 // 4  # float32 elements
 CHUNK = {"chunk_elements": MIB}
+CHUNKS = {"64 KiB": 2**16, "256 KiB": 2**18, "1 MiB": 2**20, "4 MiB": 2**22, "16 MiB": 2**24}
+DEFAULT = "4 MiB"  # of ranks on one node
 
 
 def jax(library, quick, **options):
@@ -17,6 +19,21 @@ def jax(library, quick, **options):
     return Contender(
         "kernels/allreduce.py", library, {"library": library, **options}, quick, peer=peer
     )
+
+
+def chunks(quick, **options):
+    """Contenders that differ in the bytes that a reduction hands to MPI at a time."""
+    options = {"library": "distsolve", **options}
+    return {
+        name: Contender(
+            "kernels/allreduce.py",
+            "distsolve",
+            options,
+            quick,
+            {"variables": {"DISTSOLVE_CHUNK_BYTES": str(nbytes)}},
+        )
+        for name, nbytes in CHUNKS.items()
+    }
 
 
 def numpy(quick, **options):
@@ -79,6 +96,8 @@ def measurements():
             "shard_map + psum, gloo": psum({"iterations": 200}, elements=1, iterations=5000),
             "shard_map + psum, MPI": psum({}, needs="mpiwrapper"),
         },
+        "chunks, loop": chunks(large, case="loop", **loop),
+        "chunks, huge": chunks(huge, case="single", **one),
     }
 
 
@@ -134,6 +153,8 @@ ROWS = {
         "seconds",
         (Target("<= gloo / 20", "shard_map + psum, gloo", factor=1 / 20),),
     ),
+    8: Row("as row 2, in chunks of these sizes", "chunks, loop", "seconds", (), ours=DEFAULT),
+    9: Row("as row 4, in chunks of these sizes", "chunks, huge", "seconds", (), ours=DEFAULT),
 }
 
 

@@ -3,11 +3,13 @@
 usage: python benchmarks/compare_solvers.py [--rows 1,5] [--quick] [--json FILE] ...
 """
 
+import os
 import sys
 
 from table import Contender, Row, Target, compare
 
 OURS, RIVAL = "distsolve", "jax.scipy cg, mpi4jax"
+BOUND = "bound to cores"
 NUMPY, PETSC = "NumPy (J @ v) @ J", "PETSc KSPCG"
 # What kernels/sr_solve.py calls each, the package that it needs, and the peer that it is.
 SOLVERS = {
@@ -71,6 +73,16 @@ def measurements():
         "poisson": {
             OURS: poisson("kernels/poisson.py", "distsolve"),
             PETSC: poisson("kernels/petsc_poisson.py", "petsc", "petsc", mpi="debian"),
+        },
+        "bound": {
+            BOUND: poisson("kernels/poisson.py", "distsolve"),
+            "free, one thread a rank": poisson("kernels/poisson.py", "distsolve", bind=False),
+            "free, all threads": poisson(
+                "kernels/poisson.py",
+                "distsolve",
+                bind=False,
+                variables={"PJRT_NPROC": str(os.cpu_count())},
+            ),
         },
         "pipelined": {name: delayed(name, 2000, 2600) for name in ("pipelined", "classic")},
         "single": {name: delayed(name, 5000, 100) for name in ("single_reduction", "classic")},
@@ -142,6 +154,9 @@ ROWS = {
         "dense",
         "sent_fraction",
         (Target("<= 0.51", limit=0.51),),
+    ),
+    11: Row(
+        "as row 6, with ranks that may or may not change cores", "bound", "seconds", (), ours=BOUND
     ),
 }
 

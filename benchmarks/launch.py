@@ -64,14 +64,14 @@ def _stop(process):
         process.communicate()
 
 
-def _launcher(np, mpi):
+def _launcher(np, mpi, bind=True):
     """The launcher's command, the environment's or Debian's Python, and variables for its MPI.
 
-    Each rank is bound to a core of its own, where there are as many: ranks that wander cost up to
-    half of the speed, and all contenders must wander or none.
+    With `bind` each rank has a core of its own, where there are as many: ranks that wander cost up
+    to half of the speed, and all contenders must wander or none.
     """
     cores = os.sched_getaffinity(0)
-    bound = np <= len(cores)
+    bound = bind and np <= len(cores)
     if mpi == "debian":
         # Open MPI refuses root, who owns most containers.
         binding = ["--bind-to", "core" if bound else "none"]
@@ -102,7 +102,9 @@ def _preload(mpi, delay):
     return ["env", f"LD_PRELOAD={preload}", *(f"{name}={value}" for name, value in delay.items())]
 
 
-def launch(kernel, *, np, mpi="mpich", simnet=None, timeout=300, **options):
+def launch(
+    kernel, *, np, mpi="mpich", simnet=None, variables=None, bind=True, timeout=300, **options
+):
     """Run a kernel on `np` ranks and return the figures that it prints.
 
     Parameters
@@ -116,6 +118,10 @@ def launch(kernel, *, np, mpi="mpich", simnet=None, timeout=300, **options):
         its PETSc was built for.
     simnet : dict, optional
         Preload simnet, with these variables; an empty one delays nothing, and counts.
+    variables : dict, optional
+        For the environment of the ranks, over those that limit their threads.
+    bind : bool
+        Whether each rank stays on a core, where there are as many.
     timeout : float
         Seconds after which the ranks are ended.
     **options
@@ -131,12 +137,12 @@ def launch(kernel, *, np, mpi="mpich", simnet=None, timeout=300, **options):
     LaunchError
         If there is no mpiexec, the kernel fails, takes too long or prints no figures.
     """
-    launcher, python, variables = _launcher(np, mpi)
+    launcher, python, needed = _launcher(np, mpi, bind)
     program = [python, str(HERE / kernel)] if str(kernel).endswith(".py") else [str(kernel)]
     command = launcher + (_preload(mpi, simnet) if simnet is not None else []) + program
     for name, value in options.items():
         command += ["--" + name.replace("_", "-"), str(value)]
-    lines = _output_of(command, variables, timeout).splitlines()
+    lines = _output_of(command, needed | (variables or {}), timeout).splitlines()
     figures = [line for line in lines if line.startswith("{")]
     if not figures:
         raise LaunchError(f"no figures from {' '.join(command)}")

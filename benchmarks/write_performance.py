@@ -41,11 +41,16 @@ def section(name, results, picture):
 
 
 def relative_times(rows):
-    """For each row that compares times: its title, and each contender's time over ours."""
+    """For each row with a target for a time: its title, and each contender's time over ours."""
     found = {}
     for row in rows:
         times = {name: x for name, x in row["medians"].items() if not isinstance(x, str)}
-        if row["figure"] == "seconds" and row["ours"] in times and len(times) > 1:
+        if (
+            row["targets"]
+            and row["figure"] == "seconds"
+            and row["ours"] in times
+            and len(times) > 1
+        ):
             ours = times[row["ours"]]
             name = f"{row['row']}. {row['title']}"
             found[name] = {other: time / ours for other, time in times.items()}

@@ -59,7 +59,8 @@ def write_page(folder):
 def test_the_page_is_written_from_results(tmp_path):
     medians = {"distsolve": 2e-6, "rival": 3e-6, "C": "not installed"}
     row = {"row": 1, "title": "a call", "ours": "distsolve", "figure": "seconds"}
-    row |= {"medians": medians, "texts": {"distsolve": "2 us", "rival": "3 us"}, "targets": []}
+    row |= {"medians": medians, "texts": {"distsolve": "2 us", "rival": "3 us"}}
+    row["targets"] = [{"target": "<= rival", "value": "0.667", "reached": "yes"}]
     machine = {"date": "2020-02-03", "cores": 2, "processor": "Z80", "system": "CP/M"}
     machine |= {"memory_gib": 64, "python": "3", "packages": {"distsolve": "7.8"}}
     samples = {"call": {"rival": {"samples": [{"other_load": 0.25}]}, "C": {"missing": "failed"}}}
@@ -77,7 +78,7 @@ def test_the_page_is_written_from_results(tmp_path):
     for text in ("`python benchmarks/x.py --rows 1`", "2 cores of Z80", "distsolve 7.8"):
         assert page.count(text) == 2
     assert "25.0% of the cores" in page
-    assert "| 1. a call | distsolve: 2 us<br>rival: 3 us |" in page
+    assert "| 1. a call | distsolve: 2 us<br>rival: 3 us | <= rival | 0.667 | yes |" in page
     assert "(primitives.svg)" in page
     drawn = "".join(ElementTree.parse(tmp_path / "primitives.svg").getroot().itertext())
     assert "1. a call" in drawn

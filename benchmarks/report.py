@@ -86,14 +86,17 @@ def markdown(table):
     return "\n".join(lines) + "\n"
 
 
-def load_lines(samples):
-    """How much of the machine went elsewhere: figures from a busy machine compare nothing."""
+def run_lines(samples):
+    """The libraries that ran, and how much of the machine went elsewhere."""
     results = [result for group in samples.values() for result in group.values()]
-    shares = [sample["other_load"] for result in results for sample in result.get("samples", ())]
-    if not shares:
+    runs = [sample for result in results for sample in result.get("samples", ())]
+    if not runs:
         return []
+    libraries = {run[kind] for run in runs for kind in ("mpi", "petsc") if kind in run}
+    shares = [run["other_load"] for run in runs]
     mean, worst = sum(shares) / len(shares), max(shares)
-    lines = [f"other processes took {mean:.1%} of the cores during the runs, {worst:.1%} at worst"]
+    lines = ["; ".join(sorted(libraries))] if libraries else []
+    lines += [f"other processes took {mean:.1%} of the cores during the runs, {worst:.1%} at worst"]
     if mean > BUSY:
         lines.append("THE MACHINE WAS BUSY: ranks wait by spinning; repeat this on an idle machine")
     return lines

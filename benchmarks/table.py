@@ -20,11 +20,11 @@ from machine import OtherLoad, describe
 from report import (
     figure_text,
     head_lines,
-    load_lines,
     markdown,
     print_row,
     print_table,
     ratio_text,
+    run_lines,
     seconds_text,
 )
 
@@ -239,7 +239,7 @@ def compare(title, rows, measurements, words=None):
             print_row(table[-1])
     print_table(table)
     groups = [result for group in samples.values() for result in group.values()]
-    print("", *load_lines(samples), sep="\n")
+    print("", *run_lines(samples), sep="\n")
     if options.markdown:
         options.markdown.write_text(markdown(table))
     if options.json:

@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from report import head_lines, load_lines, markdown
+from report import head_lines, markdown, run_lines
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"
@@ -32,7 +32,7 @@ def read(path):
 
 def section(name, results, picture):
     """What stands for a name on the page."""
-    facts = [*head_lines(results), *load_lines(results["samples"])]
+    facts = [*head_lines(results), *run_lines(results["samples"])]
     parts = ["By `" + results["command"] + "`:", "\n".join(f"- {fact}" for fact in facts)]
     parts.append(markdown(results["rows"]).rstrip())
     if picture:

@@ -75,7 +75,7 @@ def main():
         print(f"error {u.norm()} of {solution.norm()}", flush=True)
         COMM.Abort(2)
     version = ".".join(map(str, PETSc.Sys.getVersion()))
-    report(seconds=seconds / options.iterations, petsc=version)
+    report(seconds=seconds / options.iterations, petsc=f"PETSc {version}")
 
 
 if __name__ == "__main__":

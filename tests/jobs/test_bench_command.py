@@ -157,8 +157,12 @@ def test_messages_and_bytes_of_a_step(measured):
 
 
 def test_peak_growth():
+    pieces = [np.ones(2**10) for _ in range(2**12)]
+    above = pieces.pop()  # so that malloc keeps the others, 32 MiB, once they are freed
+    pieces.clear()
     with memory.PeakGrowth() as growth:
-        np.ones(2**22)
+        pieces += [np.ones(2**10) for _ in range(2**12)]
+    assert above.all()
     assert growth.nbytes == pytest.approx(2**25, rel=0.05)  # Linux counts in batches of pages
     with memory.PeakGrowth() as growth:
         pass

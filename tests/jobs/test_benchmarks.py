@@ -63,7 +63,12 @@ def test_the_page_is_written_from_results(tmp_path):
     row["targets"] = [{"target": "<= rival", "value": "0.667", "reached": "yes"}]
     machine = {"date": "2020-02-03", "cores": 2, "processor": "Z80", "system": "CP/M"}
     machine |= {"memory_gib": 64, "python": "3", "packages": {"distsolve": "7.8"}}
-    samples = {"call": {"rival": {"samples": [{"other_load": 0.25}]}, "C": {"missing": "failed"}}}
+    samples = {
+        "call": {
+            "rival": {"samples": [{"other_load": 0.25, "mpi": "MPI 9"}]},
+            "C": {"missing": "failed"},
+        }
+    }
     results = {"command": "python benchmarks/x.py --rows 1", "quick": False, "ranks": 2}
     results |= {"repeats": 5, "environment": {"THREADS": "1"}, "machine": machine}
     results |= {"rows": [row], "samples": samples}
@@ -75,7 +80,12 @@ def test_the_page_is_written_from_results(tmp_path):
     (tmp_path / "solvers.json").write_text(json.dumps(results))
     assert write_page(tmp_path).returncode == 0
     page = (tmp_path / "page.md").read_text()
-    for text in ("`python benchmarks/x.py --rows 1`", "2 cores of Z80", "distsolve 7.8"):
+    for text in (
+        "`python benchmarks/x.py --rows 1`",
+        "2 cores of Z80",
+        "distsolve 7.8",
+        "- MPI 9\n",
+    ):
         assert page.count(text) == 2
     assert "25.0% of the cores" in page
     assert "| 1. a call | distsolve: 2 us<br>rival: 3 us | <= rival | 0.667 | yes |" in page

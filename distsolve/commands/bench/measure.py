@@ -53,24 +53,26 @@ def measure(work: Work, repeats: int, stop: Stop, tick: Callable[[], Any]) -> di
 
     Communication
     -------------
-    That of the work; a barrier and an allgather of three numbers for each repeat; a profile.
+    That of the work; a barrier and an allgather of two numbers for each repeat; an allgather; a
+    profile.
     """
-    steps, taken, peak = work.run(), [], 0.0
+    steps, taken = work.run(), []
     for _ in range(repeats):
-        with PeakGrowth() as growth:
-            mpi.barrier()
-            begin = time.perf_counter()
-            work.run()
-            seconds = time.perf_counter() - begin
-        mine = np.array([seconds, stop.requested, growth.nbytes])
-        everyone = np.asarray(mpi.allgather(mine))
+        mpi.barrier()
+        begin = time.perf_counter()
+        work.run()
+        seconds = time.perf_counter() - begin
+        everyone = np.asarray(mpi.allgather(np.array([seconds, stop.requested])))
         if everyone[:, 1].any():
             return None
         taken.append(everyone[:, 0] / max(steps, 1))
-        peak = max(peak, everyone[:, 2].max())
         tick()
     samples = np.array(taken)  # repeats, ranks
     lower, median, upper = np.percentile(samples.max(axis=1), (25, 50, 75)).tolist()
+    # Apart from the repeats: memory that was given back to the system makes the next run slower.
+    with PeakGrowth() as growth:
+        work.run()
+    peak = np.max(mpi.allgather(np.int64(growth.nbytes)))
     profiled = min(steps, max(PROFILED_STEPS // mpi.size(), FEWEST_PROFILED))
     shares, messages, sent = _profile(work, profiled)
     compute, wait, transfer = (median * shares).tolist()

@@ -43,7 +43,7 @@ class Point:
     messages, sent : float
         MPI calls, and bytes handed to them, of a rank, on average.
     peak : int
-        Bytes by which memory grew in a repeat, at most, on the rank where it was most.
+        Bytes by which memory grew in one run, at most, on the rank where it was most.
     """
 
     case: str

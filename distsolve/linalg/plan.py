@@ -8,14 +8,15 @@ second. Per rank, with k steps of cg:
 ========  ==============================================  =======================
 method    time                                            memory in bytes
 ========  ==============================================  =======================
-cg        k ((n + 8) P b / V + wait + sum(P b))           n P b + 8 P b
+cg        k ((n + 8) P b / V + wait + sum(m P b))         n P b + 8 P b
 dense     2 n P^2 / F + wait + sum(P^2 b / 2)             n P b + 3.5 P^2 b
           + sum(P b) + P^3 / (3 F)
 kernel    2 N^2 P / (p F) + wait + exchange(n P b)        4 n P b + 3.5 N^2 b
           + sum(N^2 b / 2) + sum(P b) + N^3 / (3 F)
 ========  ==============================================  =======================
 
-Waiting is for the slowest rank's products. Complex numbers take four times the operations; 64-bit
+Waiting is for the slowest rank's products. With few parameters (`cg_gram.SMALL`) x travels with the
+direction, so that m = 2, else m = 1. Complex numbers take four times the operations; 64-bit
 ones half the rate. The model leaves out what all methods share.
 """
 
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distsolve.linalg import arguments
+from distsolve.linalg.krylov import cg_gram
 from distsolve.linalg.machine import Machine, machine_of
 from distsolve.linalg.space import Sharded, Space
 
@@ -238,7 +240,7 @@ def predict(
         "cg": (
             steps * (J + 8 * vector) / machine.memory_bandwidth,
             0.0,
-            steps * summed(vector),
+            steps * summed((2 if P <= cg_gram.SMALL else 1) * vector),
         ),
         "dense": (
             2 * n * P**2 / flops,

@@ -139,8 +139,10 @@ def test_parts_of_the_time_and_memory():
     cg = plan["cg"]
     assert cg.computing == pytest.approx(400 * (n + 8) * P * b / TRUTH.memory_bandwidth)
     assert cg.waiting == pytest.approx(TRUTH.skew * cg.computing * largest_of(16))
-    message = TRUTH.overhead + 4 * TRUTH.latency + 2 * 15 / 16 * P * b / TRUTH.bandwidth
-    assert cg.sending == pytest.approx(400 * message)
+    few = TRUTH.overhead + 4 * TRUTH.latency + 2 * 15 / 16 * 2 * P * b / TRUTH.bandwidth
+    assert cg.sending == pytest.approx(400 * few)
+    many = TRUTH.overhead + 4 * TRUTH.latency + 2 * 15 / 16 * 3000 * b / TRUTH.bandwidth
+    assert problem().plan(16, 3000)["cg"].sending == pytest.approx(400 * many)
     assert cg.seconds == cg.computing + cg.waiting + cg.sending
     assert [plan[name].fits for name in METHODS] == [True, False, False]
 

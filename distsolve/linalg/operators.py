@@ -36,6 +36,9 @@ def as_function(A, name, b, space, args=()):
     check = getattr(A, "check_vector", None)  # of an operator that knows its vectors
     if check is not None:
         check(b, "`b`" if name in ("A", "M") else "a vector")
+    check = getattr(A, "check_space", None)  # of one that knows where they live
+    if check is not None:
+        check(space, f"`{name}`")
     if callable(A):
         return (lambda p: A(p, *args)) if args else A
     if args:

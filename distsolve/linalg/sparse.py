@@ -212,6 +212,14 @@ class DistributedCSR:
         """Dtype of the entries, and of the vectors."""
         return self.values[0].dtype
 
+    def check_space(self, space: Any, name: str) -> None:
+        """Raise unless this space's vectors are in pieces."""
+        if not isinstance(space, Sharded):
+            raise TypeError(
+                f"{name} is a DistributedCSR, whose vectors are in pieces: got space={space}. Pass "
+                f"space={self.layout.space}."
+            )
+
     def __repr__(self) -> str:
         rows = self.rows
         return (

@@ -96,16 +96,16 @@ def test_the_quicker_road_is_taken(gpu):
     # Six calls of a kind and size are timed, in turn. One rank is slow with copies: all go direct.
     gpu.library.fake_unprotect(1)
     road(device.AUTO)
-    gpu.set_delay(2000 if ranks().rank == 0 else 0)
+    gpu.set_delay(15_000 if ranks().rank == 0 else 0)  # far beyond a busy machine
     try:
         copies = []
-        for seed in range(9):
+        for seed in range(7):
             params = reduction(table.allreduce)
             copies.append(copies_of(gpu, table.allreduce, [numbers(100, seed=seed)], **params))
             check(gpu, table.bcast, [numbers(90, seed=seed)], **reduction(table.bcast))
     finally:
         gpu.library.fake_unprotect(0)
-    agree(copies == [0, 2, 0, 2, 0, 2, 0, 0, 0], str(copies))
+    agree(copies == [0, 2, 0, 2, 0, 2, 0], str(copies))
     timed = abi.trials(resolve().id)
     agree(set(timed) == {("MPI_Allreduce", 1024), ("MPI_Bcast", 1024)}, str(timed))
     everyone = ranks().reporting.allgather(timed)

@@ -201,4 +201,8 @@ def test_faults():
         A @ jnp.ones(len(A.rows) + 1)
     with pytest.raises(TypeError, match="float32"):
         A @ jnp.ones(len(A.rows), jnp.float32)
+    b = jnp.ones(len(A.rows))
+    for given in ({"A": A}, {"A": lambda p: p, "M": A}):
+        with pytest.raises(TypeError, match=r"DistributedCSR.*pieces.*space=Sharded\(\)"):
+            cg(b=b, **given)
     agree("DistributedCSR(shape=(40, 40), dtype=float64, rows" in repr(A))

@@ -2,7 +2,7 @@
 
 A block of Python in a page follows a mark in an HTML comment. `runs`: it is run on any number of
 ranks. `runs once`: on one. `runs in a job`: by `tests/jobs/test_pages.py`. `from FILE`: it stands
-in that program as it is. `compiles`: it needs what is not there, a handler of its own.
+in that program as it is. `compiles`: it needs what is not there, such as a handler of its own.
 """
 
 import ast

@@ -85,9 +85,20 @@ def test_what_no_point_tells_of_is_assumed_and_said():
     (only,) = (measured(2, dataclasses.replace(TRUTH, overhead=0.0)),)
     sums = [p for p in only.points if p.case == "allreduce"]
     found = fitting.fit(fitting.samples([only._replace(points=sums)]), Machine())
-    assert found.assumed == ["memory_bandwidth", "flops", "skew"]
+    assert found.assumed == ["overhead", "memory_bandwidth", "flops", "skew"]
     assert (found.machine.overhead, found.machine.flops) == (0.0, Machine.flops)
     assert found.machine.latency == pytest.approx(TRUTH.latency)
+    found = fitting.fit(fitting.samples([only._replace(points=sums[:1])]), Machine())
+    assert "bandwidth" in found.assumed
+    assert found.machine.latency == pytest.approx(sums[0].seconds)
+
+
+def test_points_that_tell_nothing_are_left_out():
+    nothing = dataclasses.replace(point("sr", 2, 1, "cg", 3), steps=0)
+    unseen = [point("sr", 2, 8, method, 3) for method in METHODS]  # no time to compute
+    found = fitting.fit(fitting.samples([run(2, 4, [nothing, *unseen])]), Machine())
+    assert len(found.residuals) == 3
+    assert found.assumed == list(fitting.NAMES)
 
 
 def test_of_two_runs_the_later_counts():

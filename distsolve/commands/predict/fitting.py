@@ -48,7 +48,8 @@ class Fit(NamedTuple):
 def samples(runs: Iterable[Run]) -> list[Sample]:
     """Return the points that the model knows of: sums on several ranks, and SR.
 
-    Of two points of the same problem on the same number of ranks the later one counts.
+    Of two points of the same problem on the same number of ranks the later one counts. A solve that
+    took no step, as of one sample, tells nothing of a step.
     """
     latest = {}
     for run in runs:
@@ -57,7 +58,8 @@ def samples(runs: Iterable[Run]) -> list[Sample]:
         default = CHUNK_ON_ONE_NODE if len(nodes) == 1 else CHUNK_ACROSS_NODES
         chunk = int(run.conditions["environment"].get("DISTSOLVE_CHUNK_BYTES", default))
         for point in run.points:
-            if point.case == "sr" or (point.case == "allreduce" and point.ranks > 1):
+            is_sum = point.case == "allreduce" and point.ranks > 1
+            if is_sum or (point.case == "sr" and point.steps > 0):
                 latest[point.key, point.ranks] = Sample(point, crowd, chunk)
     return list(latest.values())
 
@@ -117,17 +119,23 @@ def _network(sums: list[Sample]) -> dict[str, float]:
     """Fit what a sum costs: for each stage of a tree, for each byte, and always."""
     if not sums:
         return {}
-    # On one number of ranks two of them cannot be told apart: what grows with ranks counts.
-    several = len({stages(point.ranks) for point, _, _ in sums}) > 1
-    names = ["latency", "bandwidth", *(["overhead"] if several else [])]
-    latency, per_byte, *overhead = _least_squares(names, sums, [s.point.seconds for s in sums])
-    known = {"latency": latency, "overhead": sum(overhead)}
-    return known | ({"bandwidth": 1 / per_byte} if per_byte else {})
+    # For one number of stages, or one size, two of them cannot be told apart: the latency counts.
+    names = ["latency"]
+    if len({stages(sample.point.ranks) for sample in sums}) > 1:
+        names.append("overhead")
+    if len({sample.point.size for sample in sums}) > 1:
+        names.append("bandwidth")
+    costs = _least_squares(names, sums, [sample.point.seconds for sample in sums])
+    known = dict(zip(names, costs, strict=True))
+    if per_byte := known.pop("bandwidth", 0.0):
+        known["bandwidth"] = 1 / per_byte
+    return known
 
 
 def _products(found: list[Sample]) -> dict[str, float]:
     """Fit how fast memory is read, matrices are multiplied, and how unevenly."""
     known: dict[str, float] = {}
+    found = [sample for sample in found if sample.point.compute > 0]  # else too short to be seen
     for name, methods in (("memory_bandwidth", ["cg"]), ("flops", ["dense", "kernel"])):
         mine = [sample for sample in found if sample.point.method in methods]
         if mine and (cost := _least_squares([name], mine, [s.point.compute for s in mine])[0]):

@@ -201,3 +201,9 @@ def test_without_runs_all_is_assumed(capsys):
     text = capsys.readouterr().out
     assert text.count("(assumed)") == len(fitting.NAMES)
     assert "(fitted)" not in text
+    assert "800 parameters, float32, 100 cg steps" in text
+
+
+def test_no_more_steps_than_unknowns(capsys):
+    assert main(["predict", "--ranks", "4", "--samples", "30", "--parameters", "800"]) == 0
+    assert "30 cg steps" in capsys.readouterr().out

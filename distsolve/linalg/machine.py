@@ -5,9 +5,13 @@ A sum of B bytes over p ranks, in chunks of at most C bytes, takes
     ceil(B / C) (o + L ceil(log2 p)) + 2 (p - 1) / p B / W
 
 with what every sum costs o, the latency of a stage L and the bandwidth W: LogGP for a tree of
-small messages and a reduce-scatter with an allgather of large ones. Ranks that compute for t
-seconds, with the standard deviation s t over ranks, wait for the slowest of them: s t m(p), where
-m(p) is the expected largest of p standard normal numbers.
+small messages and a reduce-scatter with an allgather of large ones. An exchange, in which each rank
+sends B bytes, a part to each other one, takes
+
+    (p - 1) L + (p - 1) / p B / W
+
+Ranks that compute for t seconds, with the standard deviation s t over ranks, wait for the slowest:
+s t m(p), where m(p) is the expected largest of p standard normal numbers.
 
 References: Alexandrov, Ionescu, Schauser and Scheiman (1997), doi:10.1006/jpdc.1997.1346; Thakur,
 Rabenseifner and Gropp (2005), doi:10.1177/1094342005051521; Blom (1958) for m(p).
@@ -139,9 +143,9 @@ def _fastest(function: Callable[..., Any], *args: Any) -> float:
 
 def _memory() -> int:
     """Return the bytes of memory of this rank's device, all of the node's for a CPU."""
-    statistics = jax.local_devices()[0].memory_stats() or {}
+    known = jax.local_devices()[0].memory_stats() or {}
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return statistics.get("bytes_limit", physical)
+    return known.get("bytes_limit", physical)
 
 
 def _ranks_on_this_node(rows: Space) -> int:

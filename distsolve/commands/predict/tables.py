@@ -49,25 +49,25 @@ def of_fit(fitted: Fit) -> Iterator[str]:
 
 def of_prediction(problem: Problem, ranks: list[int]) -> Iterator[str]:
     """Write the time of each method on each number of ranks, and where they cross."""
+    plans = [problem.plan(p) for p in ranks]
     yield ""
     yield (
         f"PREDICTED: seconds of an SR step, {problem.samples} samples in all, {problem.parameters} "
-        f"parameters, {problem.dtype}, {problem.iterations} cg steps"
+        f"parameters, {problem.dtype}, {plans[0].iterations} cg steps"
     )
     yield f"{'ranks':>9} " + " ".join(f"{name:>12}" for name in METHODS) + "  of cg: sums, waiting"
-    for p in ranks:
-        predicted = problem.plan(p)
+    for predicted in plans:
         cells = (
             f"{predicted[name].seconds:.4g}{'' if predicted[name].fits else ' !'}"
             for name in METHODS
         )
         cg = predicted["cg"]
         yield (
-            f"{p:>9} " + " ".join(f"{cell:>12}" for cell in cells) + f"  "
+            f"{predicted.ranks:>9} " + " ".join(f"{cell:>12}" for cell in cells) + f"  "
             f"{cg.sending / cg.seconds:.0%}, {cg.waiting / cg.seconds:.0%}; "
             f"{predicted.method} is chosen"
         )
-    if not all(p.fits for n in ranks for p in problem.plan(n).predictions):
+    if not all(p.fits for predicted in plans for p in predicted.predictions):
         yield f"! needs more than the {problem.memory / 1e9:g} GB of a rank"
     yield PIPELINED
     yield ""

@@ -36,7 +36,7 @@ EXAMPLES ?= 500
 SEED ?= $(shell date +%s)
 PROGRAM ?=
 SOLVES ?= 10000
-# What `make bench` compares.
+# What `make bench` compares: primitives, solvers, prediction.
 COMPARE ?= primitives solvers
 ENVIRONMENT_lowest := .venv
 ENVIRONMENT_newest := .venv-newest
@@ -102,10 +102,15 @@ $(PEERS:%=compare-%): compare-%: .venv-bench/.ready
 
 # On an idle machine only. A contender that failed leaves the page as it is.
 performance: .venv-bench/.ready .venv/.ready
-	mkdir -p docs/performance
-	for name in primitives solvers; do
+	rm -rf build/runs docs/performance
+	mkdir -p docs/performance/runs
+	for name in primitives solvers prediction; do
 		$(LIMITS) .venv-bench/bin/python benchmarks/compare_$$name.py --json docs/performance/$$name.json
 	done
+	for n in 1 2; do
+		$(LIMITS) .venv/bin/mpiexec -n $$n .venv/bin/python -m distsolve bench --output build/runs
+	done
+	cp build/runs/bench-*.json docs/performance/runs
 	.venv/bin/python benchmarks/write_performance.py
 
 docs: .venv-docs/.ready

@@ -13,8 +13,10 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from launch import LaunchError, launch
+from launch import THREAD_LIMITS, LaunchError, launch
 from machine import describe
+from report import head_lines, seconds_text
+from table import command
 
 from distsolve.commands.bench import report
 from distsolve.commands.predict import tables
@@ -30,16 +32,22 @@ HELD_OUT_SUMS = (4096, 262144)
 SR = ((480, 800), (240, 1600))  # samples, parameters
 HELD_OUT_SR = ((600, 1200),)
 LIMIT = 0.2
+COLUMNS = ["held out", "ranks", "predicted", "measured", "error"]
+
+
+def repeats(quick):
+    """How often each run repeats; the median counts."""
+    return 1 if quick else 5
 
 
 def runs(quick):
     """The arguments of `distsolve bench`, for each run of a job."""
     sums, problems = (SUMS[:2], SR[:1]) if quick else (SUMS + HELD_OUT_SUMS, SR + HELD_OUT_SR)
-    repeats = f"--repeats {1 if quick else 5}"
-    yield f"allreduce {repeats} --sizes {' '.join(map(str, sums))}"
+    each = f"--repeats {repeats(quick)}"
+    yield f"allreduce {each} --sizes {' '.join(map(str, sums))}"
     for N, P in problems:
         for method in ("cg", "dense", "kernel"):
-            yield f"sr {repeats} --method {method} --sizes {N} --parameters {P}"
+            yield f"sr {each} --method {method} --sizes {N} --parameters {P}"
 
 
 def is_fitted(point):
@@ -60,49 +68,57 @@ def judge(found):
     return [Residual(sample, modelled(sample, fitted.machine)) for sample in rest]
 
 
-def show(residuals):
-    """Print each held-out point."""
-    print(f"\n{'held out':18} {'ranks':>5} {'predicted':>11} {'measured':>11} {'error':>7}")
+def rows_of(residuals):
+    """What each held-out point is, its ranks, the predicted and the measured time, the error."""
     for residual in residuals:
         point = residual.sample.point
-        size = point.size if point.case == "allreduce" else f"{point.size}x{point.parameters}"
-        print(
-            f"{point.case} {point.method:6} {size!s:8} {point.ranks:>5} "
-            f"{1e3 * residual.modelled:8.2f} ms {1e3 * point.seconds:8.2f} ms "
-            f"{residual.error:>+7.1%}"
-        )
+        size = f"{point.size} bytes"
+        if point.case == "sr":
+            size = f"{point.method}, {point.size} samples, {point.parameters} parameters"
+        times = seconds_text(residual.modelled), seconds_text(point.seconds)
+        yield [f"{point.case}, {size}", str(point.ranks), *times, f"{residual.error:+.1%}"]
+
+
+def measure(quick):
+    """The samples of all runs, on each number of ranks."""
+    for np in RANKS[:2] if quick else RANKS:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = {"runs": ",".join(runs(quick)), "output": folder}
+            launch("kernels/bench_runs.py", np=np, simnet=NETWORK, timeout=600, **arguments)
+            yield from samples(report.read(Path(folder)))
 
 
 def main():
     """Measure, fit, and compare; return 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2 ranks, one repeat; compare nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all points there")
+    parser.add_argument("--quick", action="store_true", help="few ranks and sizes, one repeat")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
-    found = []
-    for np in RANKS[:2] if options.quick else RANKS:
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = {"runs": ",".join(runs(options.quick)), "output": folder}
-            try:
-                launch("kernels/bench_runs.py", np=np, simnet=NETWORK, timeout=600, **arguments)
-            except LaunchError as error:
-                print(error, file=sys.stderr)
-                return 1
-            found += samples(report.read(Path(folder)))
-    print(" ".join(f"{name}={text}" for name, text in NETWORK.items()))
+    conditions = {
+        "command": command(),
+        "quick": options.quick,
+        "ranks": " to ".join(map(str, (RANKS[0], RANKS[-1]))),
+        "repeats": repeats(options.quick),
+        "machine": describe(),
+        "environment": THREAD_LIMITS | NETWORK,
+    }
+    print(*head_lines(conditions), sep="\n")
+    try:
+        found = list(measure(options.quick))
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return 1
     residuals = judge(found)
-    show(residuals)
+    rows = list(rows_of(residuals))
+    print()
+    for row in [COLUMNS, *rows]:
+        print("{:48} {:>5} {:>10} {:>10} {:>8}".format(*row))
     worst = max(abs(residual.error) for residual in residuals)
     print(f"\nworst error of {len(residuals)} held-out points: {worst:.1%}; limit {LIMIT:.0%}")
     if options.json:
-        content = {
-            "machine": describe(),
-            "network": NETWORK,
-            "worst": worst,
-            "held out": [asdict(r.sample.point) | {"modelled": r.modelled} for r in residuals],
-            "fitted to": [asdict(s.point) for s in found if is_fitted(s.point)],
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        results = {**conditions, "columns": COLUMNS, "rows": rows, "worst": worst, "limit": LIMIT}
+        results["points"] = [asdict(sample.point) for sample in found]
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

@@ -1,7 +1,8 @@
 """Writes docs/performance.md: the words of performance.md here, and the figures of JSON files.
 
 A line ``<!-- NAME -->`` stands for what NAME.json says: command, hardware, versions, the table and
-a picture. The files are what ``--json`` of a comparison leaves.
+a picture. The files are what ``--json`` of a comparison leaves. ``<!-- runs -->`` stands for a
+folder of results of `python -m distsolve bench`.
 
 usage: python benchmarks/write_performance.py [--folder DIR] [--page FILE]
 """
@@ -30,14 +31,56 @@ def read(path):
     return results
 
 
-def section(name, results, picture):
-    """What stands for a name on the page."""
+def head(command, facts):
+    """How the figures were made, and on what."""
+    return f"By `{command}`:\n\n" + "\n".join(f"- {fact}" for fact in facts)
+
+
+def comparison(name, folder):
+    """What stands for the rows of a comparison, and its picture."""
+    results = read(folder / f"{name}.json")
     facts = [*head_lines(results), *run_lines(results["samples"])]
-    parts = ["By `" + results["command"] + "`:", "\n".join(f"- {fact}" for fact in facts)]
-    parts.append(markdown(results["rows"]).rstrip())
-    if picture:
-        parts.append(f"![Times of the {name} beside those of others]({picture})")
+    parts = [head(results["command"], facts), markdown(results["rows"]).rstrip()]
+    picture = folder / f"{name}.svg"
+    if draw(results["rows"], picture):
+        parts.append(f"![Times of the {name} beside those of others]({folder.name}/{picture.name})")
     return "\n\n".join(parts)
+
+
+def prediction(name, folder):
+    """What stands for the held-out points of a model."""
+    results = read(folder / f"{name}.json")
+    lines = [results["columns"], ["---"] * len(results["columns"]), *results["rows"]]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    worst, limit = results["worst"], results["limit"]
+    verdict = "reached" if worst <= limit else "not reached"
+    closing = f"The worst error is {worst:.1%}; at most {limit:.0%} is the aim: {verdict}."
+    return "\n\n".join([head(results["command"], head_lines(results)), table, closing])
+
+
+def scaling(name, folder):
+    """What stands for runs of `distsolve bench` on several numbers of ranks, and their pictures."""
+    from distsolve.commands.bench import plots, points, report, tables
+
+    runs = report.read(folder / name)
+    if not runs:
+        sys.exit(f"{folder / name}: no runs; `make performance` makes them, on an idle machine")
+    commands = dict.fromkeys(run.conditions["command"].partition("-m ")[2] for run in runs)
+    found = points.series(point for run in runs for point in run.points)
+    facts = dict.fromkeys(line for run in runs for line in tables.title(run.conditions))
+    text = "\n".join(tables.scaling(found)).strip()
+    drawn = plots.draw(found, folder, ".svg")
+    pictures = [f"![{path.stem}]({folder.name}/{path.name})" for path in drawn]
+    command = "; ".join(f"python -m {arguments}" for arguments in commands)
+    return "\n\n".join([head(command, facts), f"```text\n{text}\n```", *pictures])
+
+
+SECTIONS = {
+    "primitives": comparison,
+    "solvers": comparison,
+    "prediction": prediction,
+    "runs": scaling,
+}
 
 
 def relative_times(rows):
@@ -92,11 +135,7 @@ def main():
     options = parser.parse_args()
 
     def figures(match):
-        name = match[1]
-        results = read(options.folder / f"{name}.json")
-        picture = options.folder / f"{name}.svg"
-        drawn = draw(results["rows"], picture)
-        return section(name, results, drawn and picture.relative_to(options.page.parent))
+        return SECTIONS[match[1]](match[1], options.folder)
 
     page = re.sub(r"^<!-- (\w+) -->$", figures, WORDS.read_text(), flags=re.MULTILINE)
     title, rest = page.split("\n\n", 1)

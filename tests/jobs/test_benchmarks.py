@@ -1,12 +1,16 @@
 """The comparisons run, judge, and say by name what they could not measure."""
 
 import json
+import re
 import subprocess
 import sys
 from xml.etree import ElementTree
 
 import pytest
 from launch import ROOT, job_environment, mpi_name
+
+from distsolve.commands.bench import report
+from distsolve.commands.bench.points import Point
 
 pytestmark = [
     pytest.mark.once,
@@ -50,6 +54,25 @@ def test_quick_run(tmp_path):
     assert rows["shard-map"] == ["primitives 7"]
 
 
+def write_runs(folder):
+    """A solve on one rank, and one on two that is 1.6 times as fast."""
+    folder.mkdir()
+    for ranks, seconds in ((1, 1.6), (2, 1.0)):
+        times = dict.fromkeys(("seconds", "lower", "upper", "minimum", "average"), seconds)
+        times |= {"compute": seconds, "wait": 0.0, "transfer": 0.0}
+        counted = {"messages": 2.0, "sent": 16.0, "peak": 0}
+        key = ("poisson", "strong", 64, "classic", 0, "tol 1", ranks, 7, 3)
+        conditions = {
+            "date": f"2020-02-0{ranks}T04:05:06.789+00:00",
+            "command": "bin/python -m distsolve bench poisson",
+            "ranks": ranks,
+            "nodes": [{"cpu": "Z80", "ranks": [0]}],
+            "mpi": {"library": "MPI 7, of a vendor"},
+            "versions": {"jax": "0.10", "distsolve": "7.8"},
+        }
+        report.write(folder, report.Run(conditions, [Point(*key, **times, **counted)]))
+
+
 def write_page(folder):
     program = ROOT / "benchmarks/write_performance.py"
     command = [sys.executable, program, "--folder", folder, "--page", folder / "page.md"]
@@ -78,18 +101,30 @@ def test_the_page_is_written_from_results(tmp_path):
     assert "solvers.json: a quick run" in write_page(tmp_path).stderr
     assert not (tmp_path / "page.md").exists()
     (tmp_path / "solvers.json").write_text(json.dumps(results))
-    assert write_page(tmp_path).returncode == 0
+    assert "runs: no runs" in write_page(tmp_path).stderr
+    write_runs(tmp_path / "runs")
+    rows = [["sum, 8 bytes", "3", "5 ms", "4 ms", "+25.0%"]]
+    columns = ["held out", "ranks", "predicted", "measured", "error"]
+    told = {"rows": rows, "columns": columns, "worst": 0.25, "limit": 0.2}
+    (tmp_path / "prediction.json").write_text(json.dumps(results | told))
+    done = write_page(tmp_path)
+    assert done.returncode == 0, done.stderr
     page = (tmp_path / "page.md").read_text()
-    for text in (
-        "`python benchmarks/x.py --rows 1`",
-        "2 cores of Z80",
-        "distsolve 7.8",
-        "- MPI 9\n",
+    for text, times in (
+        ("`python benchmarks/x.py --rows 1`", 3),
+        ("2 cores of Z80", 3),
+        ("distsolve 7.8", 4),
+        ("- MPI 9\n", 2),
     ):
-        assert page.count(text) == 2
+        assert page.count(text) == times
     assert "25.0% of the cores" in page
     assert "| 1. a call | distsolve: 2 us<br>rival: 3 us | <= rival | 0.667 | yes |" in page
     assert "(primitives.svg)" in page
+    assert "| sum, 8 bytes | 3 | 5 ms | 4 ms | +25.0% |" in page
+    assert "The worst error is 25.0%; at most 20% is the aim: not reached." in page
+    assert "By `python -m distsolve bench poisson`:" in page
+    assert re.search(r"^ +2 +80.0% +7 ", page, re.MULTILINE)  # ranks, efficiency, iterations
+    assert f"({tmp_path.name}/poisson-strong.svg)" in page
     drawn = "".join(ElementTree.parse(tmp_path / "primitives.svg").getroot().itertext())
     assert "1. a call" in drawn
     assert "rival" in drawn

@@ -8,7 +8,7 @@ from distsolve.commands.bench.points import Key, Point, efficiency, ideal
 from distsolve.commands.findings import plural
 
 
-def draw(found: dict[Key, list[Point]], folder: Path) -> list[Path]:
+def draw(found: dict[Key, list[Point]], folder: Path, suffix: str = ".png") -> list[Path]:
     """Draw one picture for each case and kind of scaling.
 
     Parameters
@@ -16,6 +16,8 @@ def draw(found: dict[Key, list[Point]], folder: Path) -> list[Path]:
     found : dict of Key to list of Point
         From `series`.
     folder : Path
+    suffix : str
+        Of the files, for their format.
 
     Returns
     -------
@@ -38,7 +40,7 @@ def draw(found: dict[Key, list[Point]], folder: Path) -> list[Path]:
         figure = Figure(figsize=(10, 4.5) if is_solve else (6, 4.5), layout="constrained")
         (_scaling if is_solve else _messages)(figure, group)
         figure.suptitle(name.replace("-", ", "))
-        written.append(folder / f"{name}.png")
+        written.append(folder / f"{name}{suffix}")
         figure.savefig(written[-1], dpi=150)
     return written
 

@@ -36,18 +36,23 @@ def head(command, facts):
     return f"By `{command}`:\n\n" + "\n".join(f"- {fact}" for fact in facts)
 
 
-def comparison(name, folder):
+def link(picture, page):
+    """The path of a picture as the page must write it."""
+    return picture.relative_to(page.parent)
+
+
+def comparison(name, folder, page):
     """What stands for the rows of a comparison, and its picture."""
     results = read(folder / f"{name}.json")
     facts = [*head_lines(results), *run_lines(results["samples"])]
     parts = [head(results["command"], facts), markdown(results["rows"]).rstrip()]
     picture = folder / f"{name}.svg"
     if draw(results["rows"], picture):
-        parts.append(f"![Times of the {name} beside those of others]({folder.name}/{picture.name})")
+        parts.append(f"![Times of the {name} beside those of others]({link(picture, page)})")
     return "\n\n".join(parts)
 
 
-def prediction(name, folder):
+def prediction(name, folder, page):
     """What stands for the held-out points of a model."""
     results = read(folder / f"{name}.json")
     lines = [results["columns"], ["---"] * len(results["columns"]), *results["rows"]]
@@ -58,7 +63,7 @@ def prediction(name, folder):
     return "\n\n".join([head(results["command"], head_lines(results)), table, closing])
 
 
-def scaling(name, folder):
+def scaling(name, folder, page):
     """What stands for runs of `distsolve bench` on several numbers of ranks, and their pictures."""
     from distsolve.commands.bench import plots, points, report, tables
 
@@ -70,7 +75,7 @@ def scaling(name, folder):
     facts = dict.fromkeys(line for run in runs for line in tables.title(run.conditions))
     text = "\n".join(tables.scaling(found)).strip()
     drawn = plots.draw(found, folder, ".svg")
-    pictures = [f"![{path.stem}]({folder.name}/{path.name})" for path in drawn]
+    pictures = [f"![{path.stem}]({link(path, page)})" for path in drawn]
     command = "; ".join(f"python -m {arguments}" for arguments in commands)
     return "\n\n".join([head(command, facts), f"```text\n{text}\n```", *pictures])
 
@@ -135,7 +140,7 @@ def main():
     options = parser.parse_args()
 
     def figures(match):
-        return SECTIONS[match[1]](match[1], options.folder)
+        return SECTIONS[match[1]](match[1], options.folder, options.page)
 
     page = re.sub(r"^<!-- (\w+) -->$", figures, WORDS.read_text(), flags=re.MULTILINE)
     title, rest = page.split("\n\n", 1)

@@ -204,6 +204,16 @@ def test_without_runs_all_is_assumed(capsys):
     assert "800 parameters, float32, 100 cg steps" in text
 
 
+@pytest.mark.parametrize("text", ["0", "-3", "1.5", "many", str(2**31)])
+def test_numbers_that_are_none(text, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*COMMAND, "--iterations", text])
+    assert end.value.code == 2
+    assert f"--iterations: expected a positive integer below 2**31, such as 100: got '{text}'" in (
+        capsys.readouterr().err
+    )
+
+
 def test_no_more_steps_than_unknowns(capsys):
     assert main(["predict", "--ranks", "4", "--samples", "30", "--parameters", "800"]) == 0
     assert "30 cg steps" in capsys.readouterr().out

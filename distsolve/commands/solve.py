@@ -14,6 +14,7 @@ import scipy.io
 
 from distsolve import linalg, mpi
 from distsolve.commands.matrix_market import read_system
+from distsolve.commands.options import positive
 from distsolve.commands.together import InputError, agreed, agreed_on_rank_0
 from distsolve.linalg.trees import DTYPES
 
@@ -68,22 +69,15 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--method", choices=METHODS, default="cg", help="(cg)")
     parser.add_argument("--preconditioner", choices=PRECONDITIONERS, default="none", help="(none)")
     parser.add_argument(
-        "--block-size", type=_positive, default=BLOCK, help=f"rows of block_jacobi ({BLOCK})"
+        "--block-size", type=positive, default=BLOCK, help=f"rows of block_jacobi ({BLOCK})"
     )
     parser.add_argument("--tol", type=_tolerance, default=1e-8, help="relative residual (1e-8)")
-    parser.add_argument("--maxiter", type=_positive, help="most iterations (10 times the rows)")
+    parser.add_argument("--maxiter", type=positive, help="most iterations (10 times the rows)")
     parser.add_argument("--dtype", choices=DTYPES, help="(float64, or complex128 where needed)")
     parser.add_argument("--output", type=Path, help="Matrix Market file to write x to")
     parser.add_argument("--plot", type=Path, help="picture of the residual, e.g. FILE.png")
     parser.add_argument("--quiet", action="store_true", help="no live line, no report")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if not 0 < value < 2**31:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {value}")
-    return value
 
 
 def _tolerance(text: str) -> float:

@@ -13,6 +13,7 @@ from distsolve.commands.bench import report, tables
 from distsolve.commands.bench.cases import CASES
 from distsolve.commands.bench.measure import Stop, measure
 from distsolve.commands.bench.points import Key, Point
+from distsolve.commands.options import positive
 from distsolve.commands.together import BAD_INPUT, InputError, agreed_on_rank_0
 from distsolve.mpi.launcher import is_first
 
@@ -55,7 +56,7 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--sizes",
-        type=_positive,
+        type=positive,
         nargs="+",
         metavar="SIZE",
         help="; ".join(
@@ -65,7 +66,7 @@ def add(subparsers: Any) -> None:
         ),
     )
     parser.add_argument(
-        "--repeats", type=_positive, default=REPEATS, help=f"whose median counts ({REPEATS})"
+        "--repeats", type=positive, default=REPEATS, help=f"whose median counts ({REPEATS})"
     )
     parser.add_argument(
         "--method",
@@ -76,7 +77,7 @@ def add(subparsers: Any) -> None:
         + "; the first by default",
     )
     parser.add_argument(
-        "--parameters", type=_positive, default=PARAMETERS, help=f"of sr ({PARAMETERS})"
+        "--parameters", type=positive, default=PARAMETERS, help=f"of sr ({PARAMETERS})"
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="folder for JSON, CSV and pictures"
@@ -89,13 +90,6 @@ def add(subparsers: Any) -> None:
         help="measure nothing, and join the runs in this folder",
     )
     parser.set_defaults(run=run, scaling="strong")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if not 0 < value < 2**31:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {value}")
-    return value
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from distsolve.commands.bench import report
+from distsolve.commands.options import positive
 from distsolve.commands.predict import chart, tables
 from distsolve.commands.predict.crossings import Problem
 from distsolve.commands.predict.fitting import Fit, fit, samples
@@ -40,20 +41,20 @@ def add(subparsers: Any) -> None:
         "ranks.",
     )
     parser.add_argument(
-        "--ranks", type=_positive, nargs="+", required=True, help="numbers of ranks to predict for"
+        "--ranks", type=positive, nargs="+", required=True, help="numbers of ranks to predict for"
     )
-    parser.add_argument("--samples", type=_positive, required=True, help="on all ranks together")
-    parser.add_argument("--parameters", type=_positive, required=True)
+    parser.add_argument("--samples", type=positive, required=True, help="on all ranks together")
+    parser.add_argument("--parameters", type=positive, required=True)
     parser.add_argument(
         "--runs", type=Path, metavar="DIR", help="what `distsolve bench --output DIR` measured"
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of J ({DTYPES[0]})")
     parser.add_argument(
-        "--iterations", type=_positive, default=ITERATIONS, help=f"of cg ({ITERATIONS})"
+        "--iterations", type=positive, default=ITERATIONS, help=f"of cg ({ITERATIONS})"
     )
     parser.add_argument(
         "--chunk",
-        type=_positive,
+        type=positive,
         default=CHUNK_ACROSS_NODES,
         metavar="BYTES",
         help=f"that a sum hands to MPI at a time ({CHUNK_ACROSS_NODES})",
@@ -63,13 +64,6 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for JSON and a picture")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if not 0 < value < 2**40:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {value}")
-    return value
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,8 +1,12 @@
-"""What every kernel needs: a clock for the slowest rank, peak memory, and a JSON report."""
+"""What kernels need: a clock for the slowest rank, a check, peak memory, and a JSON report.
+
+Nothing of distsolve: kernels of other libraries run without it.
+"""
 
 import contextlib
 import ctypes
 import json
+import math
 import time
 from pathlib import Path
 
@@ -17,6 +21,14 @@ def slowest(call):
     began = time.perf_counter()
     call()
     return COMM.allreduce(time.perf_counter() - began, MPI.MAX)
+
+
+def expect(array, number):
+    """Stop the job if any element is another number: a fast wrong answer is no figure."""
+    low, high = float(array.min()), float(array.max())
+    if not (math.isclose(low, number, rel_tol=1e-3) and math.isclose(high, number, rel_tol=1e-3)):
+        print(f"rank {COMM.Get_rank()}: expected {number}, got {low} to {high}", flush=True)
+        COMM.Abort(2)
 
 
 def _status_mib(field):

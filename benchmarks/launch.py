@@ -80,7 +80,7 @@ def _launcher(np, mpi, bind=True):
         env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         env |= {"PYTHONPATH": str(debian_petsc())}
     else:
-        command, python, env = [tool("mpiexec")], sys.executable, {}
+        command, python = [tool("mpiexec")], sys.executable
         if command[0] is None:
             raise LaunchError("mpiexec not found: install the `mpich` wheel into this environment")
         # Named one by one: in some virtual machines MPICH takes "core" for the same core.
@@ -168,8 +168,9 @@ def run_module(module, *words, np, variables, timeout=300):
     LaunchError
         If there is no mpiexec, or the program fails or takes too long.
     """
-    launcher, python, _ = _launcher(np, "mpich")
-    return _output_of([*launcher, python, "-m", module, *map(str, words)], variables, timeout)
+    launcher, python, needed = _launcher(np, "mpich")
+    command = [*launcher, python, "-m", module, *map(str, words)]
+    return _output_of(command, needed | variables, timeout)
 
 
 def _output_of(command, variables, timeout):

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from distsolve.commands.findings import plural
-from distsolve.commands.predict.crossings import METHODS, Problem, axis
-from distsolve.commands.predict.tables import PARAMETERS_AROUND
+from distsolve.commands.predict.crossings import METHODS, Problem, around, axis
 
 
 def draw(problem: Problem, ranks: list[int], folder: Path) -> Path:
@@ -21,9 +20,7 @@ def draw(problem: Problem, ranks: list[int], folder: Path) -> Path:
     left, right = figure.subplots(1, 2)
     numbers = axis(1, 2 * max(ranks))
     plans = [problem.plan(p) for p in numbers]
-    sizes = axis(
-        max(1, problem.parameters // PARAMETERS_AROUND), problem.parameters * PARAMETERS_AROUND
-    )
+    sizes = around(problem.parameters)
     others = [problem.plan(ranks[0], P) for P in sizes]
     for name in METHODS:
         (line,) = left.plot(numbers, [plan[name].seconds for plan in plans], label=name)

@@ -12,6 +12,7 @@ from distsolve.linalg.plan import Plan, predict
 
 METHODS = ("cg", "dense", "kernel")
 STEPS = 200  # of the search for crossings, on a logarithmic axis
+AROUND = 30  # factor below and above in which numbers of parameters are looked at
 
 
 class Crossing(NamedTuple):
@@ -54,6 +55,11 @@ class Problem:
 def axis(lowest: int, highest: int) -> list[int]:
     """Return whole numbers between two, evenly in their logarithms, each once."""
     return np.unique(np.geomspace(lowest, highest, STEPS).round().astype(int)).tolist()
+
+
+def around(parameters: int) -> list[int]:
+    """Return numbers of parameters below and above one."""
+    return axis(max(1, parameters // AROUND), parameters * AROUND)
 
 
 def crossings(plan_at: Callable[[int], Plan], values: list[int]) -> list[Crossing]:

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from distsolve.commands.findings import plural
-from distsolve.commands.predict.crossings import METHODS, Crossing, Problem, axis, crossings
+from distsolve.commands.predict.crossings import METHODS, Crossing, Problem, around, axis, crossings
 from distsolve.commands.predict.fitting import Fit, Residual
 
 PIPELINED = (
     "pipelined cg does not apply: parameters are on all ranks, so its dot products need no message "
     "that could hide behind a product. It serves vectors in pieces."
 )
-PARAMETERS_AROUND = 30  # factor below and above in which crossings are looked for
 
 
 def of_fit(fitted: Fit) -> Iterator[str]:
@@ -74,11 +73,10 @@ def of_prediction(problem: Problem, ranks: list[int]) -> Iterator[str]:
     highest = max(*ranks, 2)
     yield f"between 1 and {highest} ranks:"
     yield from _told(crossings(problem.plan, axis(1, highest)), "ranks")
-    lowest = max(1, problem.parameters // PARAMETERS_AROUND)
-    around = axis(lowest, problem.parameters * PARAMETERS_AROUND)
+    sizes = around(problem.parameters)
     for p in ranks:
-        yield f"on {plural(p, 'rank')}, between {around[0]} and {around[-1]} parameters:"
-        yield from _told(crossings(functools.partial(problem.plan, p), around), "parameters")
+        yield f"on {plural(p, 'rank')}, between {sizes[0]} and {sizes[-1]} parameters:"
+        yield from _told(crossings(functools.partial(problem.plan, p), sizes), "parameters")
 
 
 def _told(found: Iterable[Crossing], what: str) -> Iterator[str]:

@@ -188,6 +188,7 @@ def test_command(tmp_path, capsys):
     [
         (["--runs", "nowhere"], "--runs nowhere: there is no run of allreduce on several ranks"),
         (["--memory", "-1"], "--memory -1: expected a positive number of GB"),
+        (["--memory", "inf"], "--memory inf: expected a positive number of GB"),
         (["--output", "/proc/self/none"], "--output /proc/self/none: the prediction cannot be"),
     ],
 )
@@ -215,5 +216,12 @@ def test_numbers_that_are_none(text, capsys):
 
 
 def test_no_more_steps_than_unknowns(capsys):
-    assert main(["predict", "--ranks", "4", "--samples", "30", "--parameters", "800"]) == 0
-    assert "30 cg steps" in capsys.readouterr().out
+    assert main(["predict", "--ranks", "4", "--samples", "1", "--parameters", "800"]) == 0
+    assert "1 sample in all, 800 parameters, float32, 1 cg step\n" in capsys.readouterr().out
+
+
+def test_where_no_method_fits_none_is_chosen(capsys):
+    assert main([*COMMAND, "--memory", "1e-9"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("; none fits") == 2
+    assert "is chosen" not in text

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -90,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _predict(options):
-    if not options.memory > 0:
+    if not 0 < options.memory < math.inf:
         raise InputError(f"--memory {options.memory:g}: expected a positive number of GB.")
     fitted = _fit(options)
     problem = Problem(

@@ -51,8 +51,9 @@ def of_prediction(problem: Problem, ranks: list[int]) -> Iterator[str]:
     plans = [problem.plan(p) for p in ranks]
     yield ""
     yield (
-        f"PREDICTED: seconds of an SR step, {problem.samples} samples in all, {problem.parameters} "
-        f"parameters, {problem.dtype}, {plans[0].iterations} cg steps"
+        f"PREDICTED: seconds of an SR step, {plural(problem.samples, 'sample')} in all, "
+        f"{plural(problem.parameters, 'parameter')}, {problem.dtype}, "
+        f"{plural(plans[0].iterations, 'cg step')}"
     )
     yield f"{'ranks':>9} " + " ".join(f"{name:>12}" for name in METHODS) + "  of cg: sums, waiting"
     for predicted in plans:
@@ -60,11 +61,12 @@ def of_prediction(problem: Problem, ranks: list[int]) -> Iterator[str]:
             f"{predicted[name].seconds:.4g}{'' if predicted[name].fits else ' !'}"
             for name in METHODS
         )
+        fits = any(p.fits for p in predicted.predictions)
+        choice = f"{predicted.method} is chosen" if fits else "none fits"
         cg = predicted["cg"]
         yield (
             f"{predicted.ranks:>9} " + " ".join(f"{cell:>12}" for cell in cells) + f"  "
-            f"{cg.sending / cg.seconds:.0%}, {cg.waiting / cg.seconds:.0%}; "
-            f"{predicted.method} is chosen"
+            f"{cg.sending / cg.seconds:.0%}, {cg.waiting / cg.seconds:.0%}; {choice}"
         )
     if not all(p.fits for predicted in plans for p in predicted.predictions):
         yield f"! needs more than the {problem.memory / 1e9:g} GB of a rank"

@@ -93,6 +93,13 @@ def test_what_no_point_tells_of_is_assumed_and_said():
     assert found.machine.latency == pytest.approx(sums[0].seconds)
 
 
+@pytest.mark.parametrize(("text", "chunk"), [("65536", 64 * KIB), ("", 4 * MIB)])
+def test_the_chunk_is_that_of_the_run(text, chunk):
+    measured_run = measured(2)
+    measured_run.conditions["environment"]["DISTSOLVE_CHUNK_BYTES"] = text
+    assert {sample.chunk for sample in fitting.samples([measured_run])} == {chunk}
+
+
 def test_points_that_tell_nothing_are_left_out():
     nothing = dataclasses.replace(point("sr", 2, 1, "cg", 3), steps=0)
     unseen = [point("sr", 2, 8, method, 3) for method in METHODS]  # no time to compute

@@ -81,8 +81,8 @@ class _Solve(_Job):
     track_iterations.unit = "iterations"
 
 
-def _params(sizes, methods, ranks=(1, 2, 4)):
-    return [list(ranks), list(sizes), list(methods), list(TRANSPORTS)]
+def _params(sizes, methods):
+    return [[1, 2, 4], sizes, methods, list(TRANSPORTS)]
 
 
 class Allreduce(_Job):

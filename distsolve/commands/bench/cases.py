@@ -169,7 +169,6 @@ def _sr(total, size, method, parameters):
     J = linalg.center(_normal(start, stop, parameters) * sizes)
     energies = _normal(start, stop, stream=1)
     residuals = energies - linalg.mean(energies)
-
     counts = linalg.Sharded().counts(stop - start)
 
     def update(data, **options):

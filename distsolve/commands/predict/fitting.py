@@ -56,7 +56,7 @@ def samples(runs: Iterable[Run]) -> list[Sample]:
         nodes = run.conditions["nodes"]
         crowd = max(1.0, *(len(node["ranks"]) / len(node["cores"]) for node in nodes))
         default = CHUNK_ON_ONE_NODE if len(nodes) == 1 else CHUNK_ACROSS_NODES
-        chunk = int(run.conditions["environment"].get("DISTSOLVE_CHUNK_BYTES", default))
+        chunk = int(run.conditions["environment"].get("DISTSOLVE_CHUNK_BYTES") or default)
         for point in run.points:
             is_sum = point.case == "allreduce" and point.ranks > 1
             if is_sum or (point.case == "sr" and point.steps > 0):

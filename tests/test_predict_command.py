@@ -204,6 +204,15 @@ def test_unusable_input(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["0", "1e5", "many"])
+def test_a_number_that_is_none(text, capsys):
+    with pytest.raises(SystemExit):
+        main([*COMMAND, "--samples", text])
+    error = capsys.readouterr().err
+    assert "argument --samples: expected a positive integer below 2**31" in error
+    assert f", got {text}" in error
+
+
 def test_without_runs_all_is_assumed(capsys):
     assert main(COMMAND) == 0
     text = capsys.readouterr().out

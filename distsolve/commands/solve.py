@@ -81,7 +81,10 @@ def add(subparsers: Any) -> None:
 
 
 def _tolerance(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, such as 1e-8, got {text}")
     return value

@@ -268,6 +268,7 @@ BAD = {
         "sizes": [30000],
         "scaling": "weak",
     },
+    "--parameters 10: cg has none, so leave it out": {"parameters": 10},
 }
 
 
@@ -279,6 +280,7 @@ def test_bad_input(sentence):
         "output": None,
         "method": None,
         "sizes": None,
+        "parameters": None,
     } | BAD[sentence]
     with pytest.raises(InputError) as caught:
         bench._check(Namespace(**options), 4)
@@ -286,12 +288,12 @@ def test_bad_input(sentence):
 
 
 def test_default_sizes_that_do_not_fit_are_left_out():
-    options = Namespace(case=None, sizes=None, scaling="strong")
+    options = Namespace(case=None, sizes=None, scaling="strong", method=None, parameters=None)
     plan, omitted = bench._plan(options, 100)
     assert "poisson" not in dict(plan)
     assert {"allreduce", "cg", "sr"} == set(dict(plan))
     assert [text.partition(":")[0] for text in omitted] == ["size 64 of poisson"]
-    alone = Namespace(case="poisson", sizes=None, scaling="strong", output=None, method=None)
+    alone = Namespace(**vars(options) | {"case": "poisson", "output": None})
     with pytest.raises(InputError, match="size 64 of poisson: expected at least 100"):
         bench._check(alone, 100)
 
@@ -311,7 +313,8 @@ def test_default_sizes_that_do_not_fit_are_left_out():
 def test_files_that_are_no_results(tmp_path, content, sentence):
     path = tmp_path / "bench-1.json"
     path.write_text(content)
-    options = Namespace(case="cg", sizes=[4], scaling="weak", method=None, output=tmp_path)
+    given = {"case": "cg", "sizes": [4], "scaling": "weak", "method": None, "parameters": None}
+    options = Namespace(**given, output=tmp_path)
     with pytest.raises(InputError, match="Move it away") as caught:
         bench._check(options, 1)
     assert str(caught.value).startswith(f"{path}: cannot be read")
@@ -320,16 +323,18 @@ def test_files_that_are_no_results(tmp_path, content, sentence):
 
 def test_folders_that_cannot_be_used(tmp_path, capsys):
     (tmp_path / "file").touch()
-    options = Namespace(case="cg", sizes=[4], scaling="weak", method=None, output=tmp_path / "file")
+    given = {"case": "cg", "sizes": [4], "scaling": "weak", "method": None, "parameters": None}
+    options = Namespace(**given, output=tmp_path / "file")
     with pytest.raises(InputError, match=r"^--output .*file: cannot be made"):
         bench._check(options, 1)
     for changed, sentence in (
         ({}, "there are no results"),
         ({"case": "cg"}, "measures nothing, and takes no benchmark"),
+        ({"merge": tmp_path / "absent"}, "no such folder"),
     ):
-        options = Namespace(case=None, sizes=None, output=None, merge=tmp_path)
-        assert bench.run(Namespace(**vars(options) | changed)) == 2
-        assert f"error: --merge {tmp_path}: {sentence}" in capsys.readouterr().err
+        given = {"case": None, "sizes": None, "output": None, "merge": tmp_path} | changed
+        assert bench.run(Namespace(**given)) == 2
+        assert f"error: --merge {given['merge']}: {sentence}" in capsys.readouterr().err
 
 
 def test_of_two_runs_the_later_counts():

@@ -76,9 +76,7 @@ def add(subparsers: Any) -> None:
         )
         + "; the first by default",
     )
-    parser.add_argument(
-        "--parameters", type=positive, default=PARAMETERS, help=f"of sr ({PARAMETERS})"
-    )
+    parser.add_argument("--parameters", type=positive, help=f"of sr ({PARAMETERS})")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="folder for JSON, CSV and pictures"
     )
@@ -156,7 +154,7 @@ def _take(name, size, options, stop, tick):
     """Return a point, or None where it was stopped."""
     case, ranks = CASES[name], mpi.size()
     method = case.method(options.method)
-    parameters = options.parameters if case.has_parameters else 0
+    parameters = (options.parameters or PARAMETERS) if case.has_parameters else 0
     total = size * ranks if options.scaling == "weak" else size
     work = case.make(total, size, method, parameters)
     figures = measure(work, options.repeats, stop, tick)
@@ -188,6 +186,10 @@ def _check(options, ranks):
         raise InputError(
             f"--method {options.method}: expected a method of {options.case}: "
             f"{', '.join(CASES[options.case].methods) or 'it has none, so leave it out'}."
+        )
+    if options.case and options.parameters and not CASES[options.case].has_parameters:
+        raise InputError(
+            f"--parameters {options.parameters}: {options.case} has none, so leave it out."
         )
     plan, faults = _plan(options, ranks)
     if faults and (options.sizes or not plan):

@@ -118,9 +118,9 @@ def merge(folder: Path, shown: Container[Key] | None = None) -> list[str]:
     runs = read(folder)
     found = series(point for run in runs for point in run.points)
     if not found:
+        fault = "there are no results (bench-*.json)" if folder.is_dir() else "no such folder"
         raise InputError(
-            f"--merge {folder}: there are no results (bench-*.json). Name the folder that was "
-            "--output of some runs."
+            f"--merge {folder}: {fault}. Name the folder that was --output of some runs."
         )
     told = {key: group for key, group in found.items() if shown is None or key in shown}
     lines = [*tables.scaling(told), ""]

@@ -210,7 +210,7 @@ def test_a_number_that_is_none(text, capsys):
         main([*COMMAND, "--samples", text])
     error = capsys.readouterr().err
     assert "argument --samples: expected a positive integer below 2**31" in error
-    assert f", got {text}" in error
+    assert f"got {text!r}" in error
 
 
 def test_without_runs_all_is_assumed(capsys):

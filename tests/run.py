@@ -5,11 +5,12 @@ it stands for. Each cell runs `tests` on its ranks, then `tests/jobs` once per M
 What a cell printed is kept under `build/tests`, and shown in full if it failed.
 
 Tests marked `once` have cells of their own, on one rank of the first MPI; jobs marked so run under
-that MPI in the first environment alone, jobs marked `below_jax` in that environment. The solvers
-reach MPI through the primitives alone. So what depends on their number of ranks is tested in the
-first environment under the first MPI; under the others a job solves (`tests/jobs/test_soak.py`),
-and in another environment they run on one rank, where that is asked for. The other MPIs are tested
-in the first environment only: what tells them apart is below JAX.
+that MPI in the first environment alone. What else is left out where it shows nothing new is told by
+the other marks (`MARKERS` in spmd.py). The solvers reach MPI through the primitives alone. So what
+depends on their number of ranks is tested in the first environment under the first MPI; under the
+others a job solves (`tests/jobs/test_soak.py`), and in another environment they run on one rank,
+where that is asked for. The other MPIs are tested in the first environment only: what tells them
+apart is below JAX.
 
     python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
 """
@@ -75,7 +76,7 @@ class Cell:
     def name(self) -> str:
         """Name of this cell's line and log."""
         what = f"{self.ranks} rank{'s'[: self.ranks > 1]}" if self.ranks else "jobs"
-        what = "once" if self.select == "once" else what
+        what = "once" if self.select.startswith("once") else what
         return f"{self.end:7} {self.mpi:8} {what:7} {self.part:10}"
 
     def paths(self, arguments: list[str]) -> list[str]:
@@ -167,6 +168,12 @@ def compiles_quickly(python: str) -> bool:
     return done.returncode == 0
 
 
+def chosen(those: str, in_first: bool, under_first: bool = True, ranks: int = 1) -> str:
+    """Return pytest's -m for those tests that show something new in this environment and MPI."""
+    known = {"below_jax": not in_first, "above_mpi": not under_first, "few_ranks": ranks > 2}
+    return " and ".join([those, *(f"not {mark}" for mark, is_known in known.items() if is_known)])
+
+
 def cells(options: argparse.Namespace) -> list[Cell]:
     """Return the matrix: the ranks of an end, then its jobs, for each MPI."""
     ranks = split(options.ranks)
@@ -176,12 +183,12 @@ def cells(options: argparse.Namespace) -> list[Cell]:
         numbers = [int(n) for n in ranks.get(end, ranks.get("all", "1,2,3,0")).split(",")]
         is_first = not found
         quick = is_first and compiles_quickly(python)
-        rows = [(first_mpi, 1, "once")] if any(numbers) else []
+        rows = [(first_mpi, 1, chosen("once", is_first))] if any(numbers) else []
         for mpi in [first_mpi, *others] if is_first else [first_mpi]:
-            jobs = "not once and not below_jax"
-            if is_first:
-                jobs = "" if mpi == first_mpi else "not once"
-            rows += [(mpi, number, "not once" if number else jobs) for number in numbers]
+            for number in numbers:
+                is_whole = number == 0 and is_first and mpi == first_mpi
+                select = "" if is_whole else chosen("not once", is_first, mpi == first_mpi, number)
+                rows.append((mpi, number, select))
         for mpi, number, select in rows:
             if number == 0:
                 parts = [""]
@@ -189,7 +196,7 @@ def cells(options: argparse.Namespace) -> list[Cell]:
                 parts = ["primitives"]
             elif number > 1:
                 parts = [""]
-            elif select == "once" or is_first or max(numbers) == 1:
+            elif select.startswith("once") or is_first or max(numbers) == 1:
                 parts = ["primitives", "solvers"]  # side by side
             else:
                 parts = ["solvers"]

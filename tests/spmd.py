@@ -27,6 +27,13 @@ JOBS = Path(__file__).resolve().parent / "jobs"
 EXAMPLES = JOBS.parents[1] / "examples"
 TEST_SECONDS = float(os.environ.get("DISTSOLVE_TEST_WATCHDOG", "60"))
 JOBS_SECONDS = 300.0
+MARKERS = (
+    "watchdog(seconds): limit of this test",
+    "once: the same on any ranks and MPI; run on one rank",
+    "few_ranks: a third rank shows nothing new",
+    "above_mpi: the same with any MPI; run under the first one",
+    "below_jax: the same with any JAX; run in the first environment",
+)
 # The first rank that dies takes the job with it: leave the others time to print their traces.
 TRACES_SECONDS = 2.0
 OUTPUT_TAIL = 4000
@@ -220,9 +227,8 @@ def on(*kinds: str) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "watchdog(seconds): limit of this test")
-    config.addinivalue_line("markers", "once: the same on any ranks and MPI; run on one rank")
-    config.addinivalue_line("markers", "below_jax: the same with any JAX; run in one environment")
+    for line in MARKERS:
+        config.addinivalue_line("markers", line)
     watchdog.stderr = os.dup(2)  # capturing replaces descriptor 2 while a test runs
     if not on_ranks(config):
         return

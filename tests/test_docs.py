@@ -23,6 +23,8 @@ from spmd import agree, ranks
 import distsolve
 from distsolve import linalg, mpi
 
+pytestmark = [pytest.mark.few_ranks, pytest.mark.above_mpi]
+
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from spmd import agree, assert_allclose, load_example, ranks
 
+pytestmark = pytest.mark.above_mpi
+
 N = 12
 
 

@@ -11,6 +11,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from spmd import EXAMPLES, agree, assert_allclose, assert_equal, load_example, ranks
 
+pytestmark = [pytest.mark.few_ranks, pytest.mark.above_mpi]
+
 MOLECULES = EXAMPLES / "molecules"
 
 

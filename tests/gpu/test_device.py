@@ -14,6 +14,8 @@ from distsolve.mpi import table, triangles
 from distsolve.mpi.comm import resolve
 from distsolve.mpi.operations import DTYPES, Op
 
+pytestmark = [pytest.mark.few_ranks, pytest.mark.below_jax]
+
 FLOATS = [np.float32, np.float64, np.complex64, np.complex128, np.float16, jnp.bfloat16]
 # Elements of float64: none, one, a piece more or less or exactly, and several halves.
 SIZES = [0, 1, 511, 512, 513, 5000]

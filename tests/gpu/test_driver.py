@@ -21,6 +21,8 @@ from distsolve.mpi.library import load
 from distsolve.mpi.native import abi, agreement, nonblocking
 from distsolve.mpi.operations import Op
 
+pytestmark = [pytest.mark.few_ranks, pytest.mark.below_jax]
+
 
 def test_stale_tails(gpu):
     # What mpi4jax#229 got wrong: calls one after the other, each on the result of the one before.

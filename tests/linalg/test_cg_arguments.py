@@ -12,6 +12,8 @@ from spmd import agree
 from distsolve import mpi
 from distsolve.linalg import Sharded, cg
 
+pytestmark = pytest.mark.few_ranks
+
 ONES = jnp.ones(3)
 TREE = {"w": jnp.ones((2, 2)), "z": jnp.ones(2, jnp.complex128)}
 

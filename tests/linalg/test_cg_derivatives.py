@@ -12,6 +12,8 @@ from spmd import agree, assert_allclose, ranks
 from distsolve import mpi
 from distsolve.linalg import cg
 
+pytestmark = pytest.mark.few_ranks
+
 solve = functools.partial(cg, tol=1e-13)
 
 

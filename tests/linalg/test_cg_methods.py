@@ -15,6 +15,8 @@ from distsolve import mpi
 from distsolve.linalg import Reason, Sharded, cg
 from distsolve.linalg.krylov import cg_pipelined, cg_single_reduction
 
+pytestmark = pytest.mark.few_ranks
+
 METHODS = {"single_reduction": cg_single_reduction.COST, "pipelined": cg_pipelined.COST}
 N = 12
 

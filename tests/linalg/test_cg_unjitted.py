@@ -12,6 +12,8 @@ from spmd import agree, assert_allclose
 
 from distsolve.linalg import cg
 
+pytestmark = pytest.mark.few_ranks
+
 
 @pytest.fixture
 def compilations():

@@ -19,6 +19,8 @@ from distsolve.linalg.krylov import gmres as gmres_file
 from distsolve.linalg.krylov import lsmr as lsmr_file
 from distsolve.linalg.krylov import minres as minres_file
 
+pytestmark = pytest.mark.few_ranks
+
 N, FEW, MORE = 12, 3, 5
 SOLVERS = {
     name: (functools.partial(cg, method=name), cgs.METHODS[name].cost) for name in cgs.METHODS

@@ -11,6 +11,8 @@ from spmd import agree, assert_allclose
 
 from distsolve.linalg import gmres
 
+pytestmark = pytest.mark.few_ranks
+
 
 def general(dtype=np.float64, n=16):
     """Return a matrix without symmetry whose eigenvalues surround a point, and a vector."""

@@ -12,6 +12,8 @@ from spmd import agree, assert_allclose, ranks
 
 from distsolve.linalg import gmres, minres
 
+pytestmark = pytest.mark.few_ranks
+
 N = 16
 SOLVERS = {"minres": minres, "gmres": functools.partial(gmres, restart=20)}
 periodic, spd = problems.periodic_laplacian(N), problems.random_spd(N)

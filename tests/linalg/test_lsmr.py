@@ -12,6 +12,8 @@ from spmd import agree, assert_allclose, ranks
 
 from distsolve.linalg import Replicated, Sharded, lsmr
 
+pytestmark = pytest.mark.few_ranks
+
 M, N = 20, 8
 
 

@@ -9,6 +9,8 @@ from spmd import agree, assert_allclose, ranks
 
 from distsolve.linalg import Replicated, gmres, lsmr, minres
 
+pytestmark = pytest.mark.few_ranks
+
 
 def indefinite(dtype=np.float64, n=16):
     """Return a system with eigenvalues of both signs."""

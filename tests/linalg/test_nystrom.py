@@ -13,6 +13,8 @@ from spmd import agree, assert_allclose, ranks
 from distsolve import mpi
 from distsolve.linalg import Gram, Replicated, cg, nystrom
 
+pytestmark = pytest.mark.few_ranks
+
 KEY = 7
 
 

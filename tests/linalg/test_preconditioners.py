@@ -13,6 +13,8 @@ from spmd import agree, assert_allclose
 
 from distsolve.linalg import block_jacobi, cg, jacobi
 
+pytestmark = pytest.mark.few_ranks
+
 # ---- jacobi
 
 

@@ -12,6 +12,8 @@ from spmd import agree, assert_allclose, ranks
 
 from distsolve.linalg import Sharded, cg, gmres, lsmr, minres, watch
 
+pytestmark = pytest.mark.few_ranks
+
 DIAGONAL = np.linspace(1.0, 50.0, 30)
 
 

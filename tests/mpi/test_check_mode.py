@@ -16,6 +16,8 @@ from distsolve.mpi import library, programs
 from distsolve.mpi._jaxcompat import mlir
 from distsolve.mpi.native import abi, agreement
 
+pytestmark = pytest.mark.below_jax
+
 
 @pytest.fixture(autouse=True)
 def checking():

@@ -13,6 +13,8 @@ from spmd import ROADS, ranks
 from distsolve import mpi
 from distsolve.mpi.nonblocking import iallreduce
 
+pytestmark = pytest.mark.below_jax
+
 
 @pytest.fixture(autouse=True)
 def several_ranks(world):

@@ -10,6 +10,8 @@ from distsolve.mpi import profiling
 from distsolve.mpi.native import recorder
 from distsolve.mpi.profiling import _Event, _lines
 
+pytestmark = [pytest.mark.few_ranks, pytest.mark.below_jax]
+
 
 def event(rank, number, entered, left, where="a.py:1"):
     """Give a collective of two ranks."""

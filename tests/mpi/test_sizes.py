@@ -12,6 +12,8 @@ from spmd import ROADS, agree, assert_equal, on, ranks
 from distsolve import mpi
 from distsolve.mpi.native import abi
 
+pytestmark = pytest.mark.below_jax
+
 INT_MAX = 2**31 - 1
 KIB = 1024
 CHUNKED = ("allreduce", "reduce", "scan", "exscan", "bcast")

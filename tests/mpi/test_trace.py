@@ -10,6 +10,8 @@ from spmd import agree, ranks
 
 from distsolve import cg, mpi
 
+pytestmark = [pytest.mark.few_ranks, pytest.mark.below_jax]
+
 HERE = __file__
 
 

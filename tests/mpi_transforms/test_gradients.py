@@ -13,6 +13,8 @@ from spmd import agree, assert_allclose, ranks
 
 from distsolve import mpi
 
+pytestmark = pytest.mark.above_mpi
+
 REVERSIBLE = [case.name for case in CASES if not case.refusal("grad")]
 
 

@@ -12,6 +12,8 @@ from spmd import agree, assert_allclose, assert_equal, ranks
 
 from distsolve import mpi
 
+pytestmark = [pytest.mark.few_ranks, pytest.mark.above_mpi]
+
 MIB = 1 << 20
 compilations = 0
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytestmark = [pytest.mark.few_ranks, pytest.mark.above_mpi]
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mpi_transforms.cases import BY_NAME, CASES, SENTENCES, Case

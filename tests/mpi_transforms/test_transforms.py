@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.few_ranks, pytest.mark.above_mpi]
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mpi_transforms.cases import BY_NAME, CASES, SENTENCES, Case
 from spmd import agree, assert_allclose, ranks
 
 from distsolve import mpi
+
+pytestmark = [pytest.mark.few_ranks, pytest.mark.above_mpi]
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/transforms.md"
 REPEATS = 3

@@ -1,5 +1,6 @@
 """What is timed: a message, and three solves whose data do not depend on the number of ranks."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from distsolve import linalg, mpi
 METHODS = ("classic", "single_reduction", "pipelined")
 SR_DIRECT = ("dense", "kernel")
 WIDTH = np.dtype(np.float32).itemsize  # of an element of a message
-LOOP_BYTES = 10**8  # that the loop over a message moves, between these numbers of calls
+# What the loop over a message moves and takes at most, between these numbers of calls.
+LOOP_BYTES, LOOP_SECONDS = 10**8, 0.5
 FEWEST_CALLS, MOST_CALLS = 10, 1000
 MOST_STEPS = 100_000
 SHIFT = 0.05  # of the sparse matrix: its condition number is about 8 / SHIFT on any grid
@@ -75,7 +77,6 @@ class Case:
 
 def _allreduce(total, size, method, parameters):
     rank, ranks, elements = mpi.rank(), mpi.size(), size // WIDTH
-    calls = int(np.clip(LOOP_BYTES // size, FEWEST_CALLS, MOST_CALLS))
 
     @jax.jit
     def loop(value, calls):
@@ -96,6 +97,11 @@ def _allreduce(total, size, method, parameters):
             f"allreduce of {size} bytes: rank {rank} got values from {found.min()} to "
             f"{found.max()}, expected {wanted}. Run `python -m distsolve doctor`."
         )
+    begin = time.perf_counter()
+    few(FEWEST_CALLS)
+    seconds = float(mpi.allreduce(np.float64(time.perf_counter() - begin), mpi.MAX)) / FEWEST_CALLS
+    most = min(LOOP_BYTES / size, LOOP_SECONDS / seconds)
+    calls = int(np.clip(most, FEWEST_CALLS, MOST_CALLS))
     return Work(run, few, "float32")
 
 

@@ -103,15 +103,14 @@ $(PEERS:%=compare-%): compare-%: .venv-bench/.ready
 # On an idle machine only. A contender that failed leaves the page as it is.
 performance: .venv-bench/.ready .venv/.ready
 	rm -rf build/runs docs/performance
-	mkdir -p docs/performance/runs
+	mkdir -p docs/performance
 	for name in primitives solvers prediction; do
 		$(LIMITS) .venv-bench/bin/python benchmarks/compare_$$name.py --json docs/performance/$$name.json
 	done
 	for n in 1 2; do
 		$(LIMITS) .venv/bin/mpiexec -n $$n .venv/bin/python -m distsolve bench --output build/runs
 	done
-	cp build/runs/bench-*.json docs/performance/runs
-	.venv/bin/python benchmarks/write_performance.py
+	.venv/bin/python benchmarks/write_performance.py --runs build/runs
 
 docs: .venv-docs/.ready
 	.venv-docs/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs

@@ -1,19 +1,23 @@
 """Writes docs/performance.md: the words of performance.md here, and the figures of JSON files.
 
 A line ``<!-- NAME -->`` stands for what NAME.json says: command, hardware, versions, the table and
-a picture. The files are what ``--json`` of a comparison leaves. ``<!-- runs -->`` stands for a
-folder of results of `python -m distsolve bench`.
+a picture. The files are what ``--json`` of a comparison leaves, and runs.json what ``--runs`` makes
+of a folder of results of `python -m distsolve bench`: without the names and paths of the machine.
 
-usage: python benchmarks/write_performance.py [--folder DIR] [--page FILE]
+usage: python benchmarks/write_performance.py [--runs DIR] [--folder DIR] [--page FILE]
 """
 
 import argparse
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from report import head_lines, markdown, run_lines
+
+from distsolve.commands.bench import plots, report, tables
+from distsolve.commands.bench.points import Point, series
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"
@@ -63,21 +67,30 @@ def prediction(name, folder, page):
     return "\n\n".join([head(results["command"], head_lines(results)), table, closing])
 
 
+def keep(folder, path):
+    """Write what a page needs of the runs in a folder."""
+    runs = report.read(folder)
+    if not runs:
+        sys.exit(f"{folder}: no runs; `make performance` makes them, on an idle machine")
+    commands = dict.fromkeys(run.conditions["command"].partition("-m ")[2] for run in runs)
+    results = {
+        "quick": False,
+        "command": "; ".join(f"python -m {arguments}" for arguments in commands),
+        "facts": list(dict.fromkeys(line for run in runs for line in tables.title(run.conditions))),
+        "points": [asdict(point) for run in runs for point in run.points],
+    }
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def scaling(name, folder, page):
     """What stands for runs of `distsolve bench` on several numbers of ranks, and their pictures."""
-    from distsolve.commands.bench import plots, points, report, tables
-
-    runs = report.read(folder / name)
-    if not runs:
-        sys.exit(f"{folder / name}: no runs; `make performance` makes them, on an idle machine")
-    commands = dict.fromkeys(run.conditions["command"].partition("-m ")[2] for run in runs)
-    found = points.series(point for run in runs for point in run.points)
-    facts = dict.fromkeys(line for run in runs for line in tables.title(run.conditions))
+    results = read(folder / f"{name}.json")
+    found = series(Point(**record) for record in results["points"])
     text = "\n".join(tables.scaling(found)).strip()
     drawn = plots.draw(found, folder, ".svg")
     pictures = [f"![{path.stem}]({link(path, page)})" for path in drawn]
-    command = "; ".join(f"python -m {arguments}" for arguments in commands)
-    return "\n\n".join([head(command, facts), f"```text\n{text}\n```", *pictures])
+    table = f"```text\n{text}\n```"
+    return "\n\n".join([head(results["command"], results["facts"]), table, *pictures])
 
 
 SECTIONS = {
@@ -137,7 +150,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=DOCS / "performance", help="of the JSON")
     parser.add_argument("--page", type=Path, default=DOCS / "performance.md")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="results of `distsolve bench`")
     options = parser.parse_args()
+    if options.runs:
+        keep(options.runs, options.folder / "runs.json")
 
     def figures(match):
         return SECTIONS[match[1]](match[1], options.folder, options.page)

@@ -21,6 +21,7 @@ TRUTH = Machine(
     bandwidth=2e9,
     memory_bandwidth=7e9,
     flops=4e10,
+    factor_flops=1e10,
     overhead=1e-6,
     skew=0.2,
     measured=True,
@@ -63,8 +64,8 @@ def measured(ranks, truth=TRUTH, cores=4):
     read = crowd * 8 * P * (n + 8) / truth.memory_bandwidth
     times = {"seconds": 2 * read, "compute": read, "wait": truth.skew * read * largest_of(ranks)}
     points.append(point("sr", ranks, N, "cg", P, **times))
-    dense = crowd * (2 * n * P**2 + P**3 / 3) * 2 / truth.flops
-    kernel = crowd * (2 * N**2 * P / ranks + N**3 / 3) * 2 / truth.flops
+    dense = 2 * crowd * (2 * n * P**2 / truth.flops + P**3 / 3 / truth.factor_flops)
+    kernel = 2 * crowd * (2 * N**2 * P / ranks / truth.flops + N**3 / 3 / truth.factor_flops)
     points.append(point("sr", ranks, N, "dense", P, seconds=1.0, compute=dense))
     points.append(point("sr", ranks, N, "kernel", P, seconds=1.0, compute=kernel))
     return run(ranks, cores, points)
@@ -85,7 +86,7 @@ def test_what_no_point_tells_of_is_assumed_and_said():
     (only,) = (measured(2, dataclasses.replace(TRUTH, overhead=0.0)),)
     sums = [p for p in only.points if p.case == "allreduce"]
     found = fitting.fit(fitting.samples([only._replace(points=sums)]), Machine())
-    assert found.assumed == ["overhead", "memory_bandwidth", "flops", "skew"]
+    assert found.assumed == ["overhead", "memory_bandwidth", "flops", "factor_flops", "skew"]
     assert (found.machine.overhead, found.machine.flops) == (0.0, Machine.flops)
     assert found.machine.latency == pytest.approx(TRUTH.latency)
     found = fitting.fit(fitting.samples([only._replace(points=sums[:1])]), Machine())

@@ -52,6 +52,7 @@ class Machine:
     bandwidth: float = 5e9  # bytes a second of a large sum
     memory_bandwidth: float = 1e10  # bytes a second in a product of a matrix and a vector
     flops: float = 5e10  # float32 operations a second in a product of matrices
+    factor_flops: float = 2e10  # and in a Cholesky factorisation
     memory: float = 8e9  # bytes for each rank
     measured: bool = False
     overhead: float = 0.0  # seconds of a sum on any number of ranks
@@ -111,19 +112,21 @@ def measure(rows: Space) -> Machine:
         _fastest(repeated_sum, large) / 20,
         _fastest(lambda J, v: jnp.matmul(J, v, precision=HIGHEST), J, v),
         _fastest(lambda A: jnp.matmul(A, A, precision=HIGHEST), A),
+        _fastest(lambda A: jax.lax.linalg.cholesky(A + 512 * jnp.eye(512, dtype=A.dtype)), A),
     ]
     if p == 1:  # no network to be seen
         seconds[:2] = [Machine.latency, 0.0]
     # The largest of each over the ranks, so that all of them plan alike.
     less_memory = 1 / (_memory() / _ranks_on_this_node(rows))
     slowest = rows.agree(jnp.asarray([*seconds, less_memory], jnp.float32))
-    latency, summed, read, multiplied, less_memory = (float(x) for x in slowest)
+    latency, summed, read, multiplied, factorised, less_memory = (float(x) for x in slowest)
     share = max(summed - depth * latency, 1e-9)
     return Machine(
         latency=latency,
         bandwidth=Machine.bandwidth if p == 1 else 2 * (p - 1) / p * large.nbytes / share,
         memory_bandwidth=J.nbytes / read,
         flops=2 * 512**3 / multiplied,
+        factor_flops=512**3 / (3 * factorised),
         memory=1 / less_memory,
         measured=True,
     )

@@ -2,17 +2,17 @@
 
 N samples on all ranks, at most n on one, P parameters, p ranks, numbers of b bytes. What messages
 and waiting cost is told in `distsolve.linalg.machine`: sum(B) is a sum of B bytes, exchange(B) a
-transpose over the ranks. Memory is read at the rate V, and products of matrices make F operations a
-second. Per rank, with k steps of cg:
+transpose over the ranks. Memory is read at the rate V; products of matrices make F operations a
+second, Cholesky factorisations C. Per rank, with k steps of cg:
 
 ========  ==============================================  =======================
 method    time                                            memory in bytes
 ========  ==============================================  =======================
 cg        k ((n + 8) P b / V + wait + sum(m P b))         n P b + 8 P b
 dense     2 n P^2 / F + wait + sum(P^2 b / 2)             n P b + 3.5 P^2 b
-          + sum(P b) + P^3 / (3 F)
+          + sum(P b) + P^3 / (3 C)
 kernel    2 N^2 P / (p F) + wait + exchange(n P b)        4 n P b + 3.5 N^2 b
-          + sum(N^2 b / 2) + sum(P b) + N^3 / (3 F)
+          + sum(N^2 b / 2) + sum(P b) + N^3 / (3 C)
 ========  ==============================================  =======================
 
 Waiting is for the slowest rank's products. With few parameters (`cg_gram.SMALL`) x travels with the
@@ -228,8 +228,9 @@ def predict(
         n, N, b = 2 * n, 2 * N, dtype.itemsize // 2
     else:
         b = dtype.itemsize
-    flops = machine.flops / (2 if jnp.finfo(dtype).bits == 64 else 1)
-    flops /= 4 if is_complex and not real_vectors else 1
+    slower = 2 if jnp.finfo(dtype).bits == 64 else 1
+    slower *= 4 if is_complex and not real_vectors else 1
+    flops, factor_flops = machine.flops / slower, machine.factor_flops / slower
 
     def summed(size: float) -> float:
         return machine.summed(size, p)
@@ -244,12 +245,12 @@ def predict(
         ),
         "dense": (
             2 * n * P**2 / flops,
-            P**3 / (3 * flops),
+            P**3 / (3 * factor_flops),
             summed(P**2 * b / 2) + summed(vector),
         ),
         "kernel": (
             2 * N**2 * P / (p * flops),
-            N**3 / (3 * flops),
+            N**3 / (3 * factor_flops),
             machine.exchanged(J, p) + summed(N**2 * b / 2) + summed(vector),
         ),
     }

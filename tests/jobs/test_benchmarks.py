@@ -56,7 +56,6 @@ def test_quick_run(tmp_path):
 
 def write_runs(folder):
     """A solve on one rank, and one on two that is 1.6 times as fast."""
-    folder.mkdir()
     for ranks, seconds in ((1, 1.6), (2, 1.0)):
         times = dict.fromkeys(("seconds", "lower", "upper", "minimum", "average"), seconds)
         times |= {"compute": seconds, "wait": 0.0, "transfer": 0.0}
@@ -66,16 +65,16 @@ def write_runs(folder):
             "date": f"2020-02-0{ranks}T04:05:06.789+00:00",
             "command": "bin/python -m distsolve bench poisson",
             "ranks": ranks,
-            "nodes": [{"cpu": "Z80", "ranks": [0]}],
+            "nodes": [{"name": "a node", "cpu": "Z80", "ranks": [0]}],
             "mpi": {"library": "MPI 7, of a vendor"},
             "versions": {"jax": "0.10", "distsolve": "7.8"},
         }
         report.write(folder, report.Run(conditions, [Point(*key, **times, **counted)]))
 
 
-def write_page(folder):
+def write_page(folder, *more):
     program = ROOT / "benchmarks/write_performance.py"
-    command = [sys.executable, program, "--folder", folder, "--page", folder / "page.md"]
+    command = [sys.executable, program, "--folder", folder, "--page", folder / "page.md", *more]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -101,14 +100,18 @@ def test_the_page_is_written_from_results(tmp_path):
     assert "solvers.json: a quick run" in write_page(tmp_path).stderr
     assert not (tmp_path / "page.md").exists()
     (tmp_path / "solvers.json").write_text(json.dumps(results))
-    assert "runs: no runs" in write_page(tmp_path).stderr
-    write_runs(tmp_path / "runs")
+    assert "runs.json: not there" in write_page(tmp_path).stderr
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    assert "runs: no runs" in write_page(tmp_path, "--runs", runs).stderr
+    write_runs(runs)
     rows = [["sum, 8 bytes", "3", "5 ms", "4 ms", "+25.0%"]]
     columns = ["held out", "ranks", "predicted", "measured", "error"]
     told = {"rows": rows, "columns": columns, "worst": 0.25, "limit": 0.2}
     (tmp_path / "prediction.json").write_text(json.dumps(results | told))
-    done = write_page(tmp_path)
+    done = write_page(tmp_path, "--runs", runs)
     assert done.returncode == 0, done.stderr
+    assert "a node" not in (tmp_path / "runs.json").read_text()
     page = (tmp_path / "page.md").read_text()
     for text, times in (
         ("`python benchmarks/x.py --rows 1`", 3),

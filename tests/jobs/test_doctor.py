@@ -84,6 +84,7 @@ del selftest.CHECKS["gradients"], selftest.CHECKS["cg"]
 """
 
 
+@pytest.mark.once
 def test_a_wrong_result_on_one_rank_is_told_with_its_rank():
     done = run_ranks(HEADER + SPOILT + RUN, np=2, timeout=120)
     assert done.returncode == 1, done.stderr
@@ -140,10 +141,12 @@ for name, place, attribute, mutant in mutants:
 """
 
 
+@pytest.mark.once
 def test_each_check_fails_with_what_it_is_about():
     run_ranks(HEADER + MUTANTS, np=2, timeout=180).check()
 
 
+@pytest.mark.once
 def test_an_exception_in_a_check_is_told():
     from distsolve.commands import selftest
 

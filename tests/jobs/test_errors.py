@@ -80,6 +80,7 @@ abi.bound_library = other
     assert ("MPI of another vendor" if fault == "version" else "world of 4") in said
 
 
+@pytest.mark.once
 def test_missing_function_is_named():
     program = f"""{HEADER}
 from distsolve.mpi.native import abi
@@ -90,6 +91,7 @@ abi.NAMES = (*abi.NAMES, "MPI_Not_there")
     assert "has no MPI_Not_there" in said
 
 
+@pytest.mark.once
 def test_unknown_machine_is_refused():
     program = f"""{HEADER}
 import platform
@@ -100,6 +102,7 @@ platform.machine = lambda: "sparc64"
     assert "sparc64" in said
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("text", ["many", "0", "-5", str(2**40)])
 def test_wrong_chunk_variable(text):
     program = f"""{HEADER}

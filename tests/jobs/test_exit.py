@@ -179,6 +179,7 @@ print("went on", flush=True)
     assert done.stdout == "went on\n"
 
 
+@pytest.mark.above_mpi
 def test_exit_of_a_thread_is_not_an_error():
     program = (
         HEADER
@@ -220,6 +221,7 @@ mpi.allreduce(1.0)
     assert "no such molecule" in done.stderr
 
 
+@pytest.mark.above_mpi
 def test_debugging_can_keep_the_job():
     """With DISTSOLVE_ABORT=0 an exception is its own rank's alone: the other goes on to its end."""
     program = (
@@ -237,6 +239,7 @@ print("went on", flush=True)
     assert "went on" in done.stdout
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["DISTSOLVE_ABORT", "DISTSOLVE_NO_MPI"])
 def test_a_switch_with_a_text_that_means_nothing_is_off(name, monkeypatch):
     """So the hook of exceptions works until the first use of MPI, which refuses the text."""

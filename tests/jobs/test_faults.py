@@ -254,6 +254,7 @@ else:
     assert re.search(rf"rank 0: #\d+ MPI_Barrier .* at \S+job\.py:{LINES + 2}: took", done.stderr)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("variables", "said"),
     [

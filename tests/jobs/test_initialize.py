@@ -144,6 +144,7 @@ def test_two_jobs_at_once():
             job.result().check()
 
 
+@pytest.mark.above_mpi
 def test_one_rank_needs_nothing():
     program = f"""{HEADER}
 distsolve.initialize()
@@ -156,6 +157,7 @@ distsolve.initialize()
     run_ranks(program, np=2, env={"DISTSOLVE_NO_MPI": "1"}).check()
 
 
+@pytest.mark.above_mpi
 def test_each_rank_of_a_node_takes_its_gpu():
     """MPICH treats the ranks as if each had its own node, Open MPI does not."""
     program = f"""{HEADER}

@@ -26,6 +26,7 @@ def run_alone(program, **extra):
     return run_command([sys.executable, "-c", program], 60, env).check()
 
 
+@pytest.mark.above_mpi
 def test_import_starts_neither_mpi_nor_jax():
     assert "lazy" in run_alone(IMPORTS).stdout
 
@@ -115,6 +116,7 @@ print("all")
 """
 
 
+@pytest.mark.above_mpi
 def test_every_primitive_without_mpi():
     done = run_alone(WITHOUT_MPI, DISTSOLVE_NO_MPI="1")
     lines = done.stdout.splitlines()

@@ -84,7 +84,10 @@ def fit(found: list[Sample], machine: Machine) -> Fit:
     return Fit(machine, assumed, [Residual(s, modelled(s, machine)) for s in found])
 
 
-NAMES = ("overhead", "latency", "bandwidth", "memory_bandwidth", "flops", "skew")
+NAMES = ("overhead", "latency", "bandwidth", "memory_bandwidth", "flops", "factor_flops", "skew")
+
+
+RATES = ((["memory_bandwidth"], ["cg"]), (["flops", "factor_flops"], ["dense", "kernel"]))
 
 
 def modelled(sample: Sample, machine: Machine) -> float:
@@ -94,6 +97,7 @@ def modelled(sample: Sample, machine: Machine) -> float:
         machine,
         memory_bandwidth=machine.memory_bandwidth / crowd,
         flops=machine.flops / crowd,
+        factor_flops=machine.factor_flops / crowd,
         chunk=chunk,
     )
     if point.case == "allreduce":
@@ -105,13 +109,20 @@ def modelled(sample: Sample, machine: Machine) -> float:
 
 
 # Machines that take time for one thing only, a second for each unit of it.
-FREE = Machine(latency=0.0, bandwidth=np.inf, memory_bandwidth=np.inf, flops=np.inf)
+FREE = Machine(
+    latency=0.0,
+    bandwidth=np.inf,
+    memory_bandwidth=np.inf,
+    flops=np.inf,
+    factor_flops=np.inf,
+)
 UNITS = {
     "latency": dataclasses.replace(FREE, latency=1.0),
     "overhead": dataclasses.replace(FREE, overhead=1.0),
     "bandwidth": dataclasses.replace(FREE, bandwidth=1.0),
     "memory_bandwidth": dataclasses.replace(FREE, memory_bandwidth=1.0),
     "flops": dataclasses.replace(FREE, flops=1.0),
+    "factor_flops": dataclasses.replace(FREE, factor_flops=1.0),
 }
 
 
@@ -136,10 +147,11 @@ def _products(found: list[Sample]) -> dict[str, float]:
     """Fit how fast memory is read, matrices are multiplied, and how unevenly."""
     known: dict[str, float] = {}
     found = [sample for sample in found if sample.point.compute > 0]  # else too short to be seen
-    for name, methods in (("memory_bandwidth", ["cg"]), ("flops", ["dense", "kernel"])):
+    for names, methods in RATES:
         mine = [sample for sample in found if sample.point.method in methods]
-        if mine and (cost := _least_squares([name], mine, [s.point.compute for s in mine])[0]):
-            known[name] = 1 / cost
+        if mine:
+            costs = _least_squares(names, mine, [s.point.compute for s in mine])
+            known |= {name: 1 / cost for name, cost in zip(names, costs, strict=True) if cost}
     parallel = [p for p, _, _ in found if p.method == "cg" and p.ranks > 1]
     if parallel:
         expected = np.array([p.compute * largest_of(p.ranks) / p.seconds for p in parallel])

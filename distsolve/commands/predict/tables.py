@@ -23,7 +23,8 @@ def of_fit(fitted: Fit) -> Iterator[str]:
         "latency": f"{1e6 * m.latency:.3g} us for each of log2(ranks) stages",
         "bandwidth": f"{m.bandwidth / 1e9:.3g} GB/s of a large sum",
         "memory_bandwidth": f"{m.memory_bandwidth / 1e9:.3g} GB/s of memory in a product",
-        "flops": f"{m.flops / 1e9:.3g} GFLOP/s in float32",
+        "flops": f"{m.flops / 1e9:.3g} GFLOP/s of products of matrices, in float32",
+        "factor_flops": f"{m.factor_flops / 1e9:.3g} GFLOP/s of factorisations, in float32",
         "skew": f"{m.skew:.1%} of the time to compute, as a standard deviation over ranks",
     }
     for name, text in values.items():

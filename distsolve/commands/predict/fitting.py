@@ -14,7 +14,9 @@ from distsolve.linalg.plan import predict
 from distsolve.mpi.comm import CHUNK_ACROSS_NODES, CHUNK_ON_ONE_NODE
 
 DTYPE = np.dtype(np.float64)  # of the solves of `distsolve bench`
-DOUBLE = 2  # float64 operations take as long as so many in float32
+# The numbers of a machine that are fitted, and which of them to the computing of which methods.
+NAMES = ("overhead", "latency", "bandwidth", "memory_bandwidth", "flops", "factor_flops", "skew")
+RATES = ((["memory_bandwidth"], ["cg"]), (["flops", "factor_flops"], ["dense", "kernel"]))
 
 
 class Sample(NamedTuple):
@@ -82,12 +84,6 @@ def fit(found: list[Sample], machine: Machine) -> Fit:
     assumed = [name for name in NAMES if name not in known]
     machine = dataclasses.replace(machine, measured=True, **known)
     return Fit(machine, assumed, [Residual(s, modelled(s, machine)) for s in found])
-
-
-NAMES = ("overhead", "latency", "bandwidth", "memory_bandwidth", "flops", "factor_flops", "skew")
-
-
-RATES = ((["memory_bandwidth"], ["cg"]), (["flops", "factor_flops"], ["dense", "kernel"]))
 
 
 def modelled(sample: Sample, machine: Machine) -> float:

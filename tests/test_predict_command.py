@@ -46,6 +46,7 @@ def run(ranks, cores, points):
             "ranks": ranks,
             "nodes": [node],
             "environment": {},
+            "mpi": {"chunk": 4 * MIB},
         },
         points,
     )
@@ -94,10 +95,10 @@ def test_what_no_point_tells_of_is_assumed_and_said():
     assert found.machine.latency == pytest.approx(sums[0].seconds)
 
 
-@pytest.mark.parametrize(("text", "chunk"), [("65536", 64 * KIB), ("", 4 * MIB)])
-def test_the_chunk_is_that_of_the_run(text, chunk):
+@pytest.mark.parametrize("chunk", [64 * KIB, 4 * MIB])
+def test_the_chunk_is_that_of_the_run(chunk):
     measured_run = measured(2)
-    measured_run.conditions["environment"]["DISTSOLVE_CHUNK_BYTES"] = text
+    measured_run.conditions["mpi"]["chunk"] = chunk
     assert {sample.chunk for sample in fitting.samples([measured_run])} == {chunk}
 
 

@@ -11,7 +11,6 @@ from distsolve.commands.bench.points import Point
 from distsolve.commands.bench.report import Run
 from distsolve.linalg.machine import Machine, largest_of, stages
 from distsolve.linalg.plan import predict
-from distsolve.mpi.comm import CHUNK_ACROSS_NODES, CHUNK_ON_ONE_NODE
 
 DTYPE = np.dtype(np.float64)  # of the solves of `distsolve bench`
 # The numbers of a machine that are fitted, and which of them to the computing of which methods.
@@ -57,8 +56,7 @@ def samples(runs: Iterable[Run]) -> list[Sample]:
     for run in runs:
         nodes = run.conditions["nodes"]
         crowd = max(1.0, *(len(node["ranks"]) / len(node["cores"]) for node in nodes))
-        default = CHUNK_ON_ONE_NODE if len(nodes) == 1 else CHUNK_ACROSS_NODES
-        chunk = int(run.conditions["environment"].get("DISTSOLVE_CHUNK_BYTES") or default)
+        chunk = run.conditions["mpi"]["chunk"]
         for point in run.points:
             is_sum = point.case == "allreduce" and point.ranks > 1
             if is_sum or (point.case == "sr" and point.steps > 0):

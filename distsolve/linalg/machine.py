@@ -1,8 +1,8 @@
 """How fast the machine under the ranks is: a model of its network, and a short measurement.
 
-A sum of B bytes over p ranks, in chunks of at most C bytes, takes
+A sum of B bytes over p ranks, in chunks of at most K bytes, takes
 
-    ceil(B / C) (o + L ceil(log2 p)) + 2 (p - 1) / p B / W
+    ceil(B / K) (o + L ceil(log2 p)) + 2 (p - 1) / p B / W
 
 with what every sum costs o, the latency of a stage L and the bandwidth W: LogGP for a tree of
 small messages and a reduce-scatter with an allgather of large ones. An exchange, in which each rank
@@ -10,7 +10,9 @@ sends B bytes, a part to each other one, takes
 
     (p - 1) L + (p - 1) / p B / W
 
-Ranks that compute for t seconds, with the standard deviation s t over ranks, wait for the slowest:
+A symmetric matrix is summed through its triangle of B bytes, in pieces of at most `PACKED`, which
+are written and read four times: packed, sent, received, unpacked. That takes 4 B / V more, with the
+rate V at which memory is read. Ranks that compute for t seconds, with the standard deviation s t over ranks, wait for the slowest:
 s t m(p), where m(p) is the expected largest of p standard normal numbers.
 
 References: Alexandrov, Ionescu, Schauser and Scheiman (1997), doi:10.1006/jpdc.1997.1346; Thakur,
@@ -33,6 +35,7 @@ import jax.numpy as jnp
 from distsolve.linalg.space import Space
 from distsolve.linalg.trees import HIGHEST
 
+PACKED = 2 << 20  # bytes of a symmetric matrix that are packed at a time
 
 def largest_of(ranks: int) -> float:
     """Return the expected largest of so many standard normal numbers, by Blom's approximation."""
@@ -66,6 +69,13 @@ class Machine:
         calls = max(1, math.ceil(size / self.chunk))
         transfer = 2 * (ranks - 1) / ranks * size / self.bandwidth
         return calls * (self.overhead + stages(ranks) * self.latency) + transfer
+
+    def summed_symmetric(self, size: float, ranks: int) -> float:
+        """Return the seconds that the sum of a symmetric matrix takes, whose triangle has a size."""
+        if ranks == 1:
+            return 0.0
+        pieces = dataclasses.replace(self, chunk=min(self.chunk, PACKED))
+        return pieces.summed(size, ranks) + 4 * size / self.memory_bandwidth
 
     def exchanged(self, size: float, ranks: int) -> float:
         """Return the seconds in which each rank sends so many bytes to all, a part to each."""

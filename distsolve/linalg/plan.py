@@ -1,21 +1,21 @@
 """Which method solves the SR system fastest: a model of time and memory.
 
 N samples on all ranks, at most n on one, P parameters, p ranks, numbers of b bytes. What messages
-and waiting cost is told in `distsolve.linalg.machine`: sum(B) is a sum of B bytes, exchange(B) a
-transpose over the ranks. Memory is read at the rate V; products of matrices make F operations a
+and waiting cost is told in `distsolve.linalg.machine`: sum(B) is a sum of B bytes, triangle(B) that
+of a symmetric matrix, exchange(B) a transpose over the ranks. Memory is read at the rate V; products of matrices make F operations a
 second, Cholesky factorisations C. Per rank, with k steps of cg:
 
 ========  ==============================================  =======================
 method    time                                            memory in bytes
 ========  ==============================================  =======================
 cg        k ((n + 8) P b / V + wait + sum(m P b))         n P b + 8 P b
-dense     2 n P^2 / F + wait + sum(P^2 b / 2)             n P b + 3.5 P^2 b
-          + sum(P b) + P^3 / (3 C)
-kernel    2 N^2 P / (p F) + wait + exchange(n P b)        4 n P b + 3.5 N^2 b
-          + sum(N^2 b / 2) + sum(P b) + N^3 / (3 C)
+dense     2 n P^2 / F + P^3 / (3 C) + wait + sum(P b)     n P b + 3.5 P^2 b
+          + triangle(P^2 b / 2) + sum(8)
+kernel    2 N^2 P / (p F) + N^3 / (3 C) + wait + sum(P b) 4 n P b + 3.5 N^2 b
+          + exchange(n P b) + triangle(N^2 b / 2) + sum(8)
 ========  ==============================================  =======================
 
-Waiting is for the slowest rank's products. With few parameters (`cg_gram.SMALL`) x travels with the
+Waiting is for the slowest rank. With few parameters (`cg_gram.SMALL`) x travels with the
 direction, so that m = 2, else m = 1. Complex numbers take four times the operations; 64-bit
 ones half the rate. The model leaves out what all methods share.
 """
@@ -33,6 +33,7 @@ from distsolve.linalg.machine import Machine, machine_of
 from distsolve.linalg.space import Sharded, Space
 
 ITERATIONS = 100
+FLAG = 8  # bytes of the message in which ranks agree that a factor is good
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,23 +236,23 @@ def predict(
     def summed(size: float) -> float:
         return machine.summed(size, p)
 
+    def factored(rows: int) -> tuple[float, float]:
+        """Of a matrix: its factorisation, and its sum with that of whether the factor is good."""
+        sent = machine.summed_symmetric(rows**2 * b / 2, p) + summed(FLAG)
+        return rows**3 / (3 * factor_flops), sent
+
     J, vector = n * P * b, P * b
-    # Of what differs over ranks, of what all do alike, and of messages.
+    (P_factor, P_sent), (N_factor, N_sent) = factored(P), factored(N)
+    # Of computing, and of messages.
     seconds = {
         "cg": (
             steps * (J + 8 * vector) / machine.memory_bandwidth,
-            0.0,
             steps * summed((2 if P <= cg_gram.SMALL else 1) * vector),
         ),
-        "dense": (
-            2 * n * P**2 / flops,
-            P**3 / (3 * factor_flops),
-            summed(P**2 * b / 2) + summed(vector),
-        ),
+        "dense": (2 * n * P**2 / flops + P_factor, P_sent + summed(vector)),
         "kernel": (
-            2 * N**2 * P / (p * flops),
-            N**3 / (3 * factor_flops),
-            machine.exchanged(J, p) + summed(N**2 * b / 2) + summed(vector),
+            2 * N**2 * P / (p * flops) + N_factor,
+            machine.exchanged(J, p) + N_sent + summed(vector),
         ),
     }
     needs = {
@@ -262,8 +263,8 @@ def predict(
     limit = machine.memory if memory is None else as_bytes(memory)
     predictions = tuple(
         Prediction(
-            name, own + alike, machine.waited(own, p), sent, needs[name], needs[name] <= limit
+            name, computed, machine.waited(computed, p), sent, needs[name], needs[name] <= limit
         )
-        for name, (own, alike, sent) in seconds.items()
+        for name, (computed, sent) in seconds.items()
     )
     return Plan(samples, P, p, str(dtype), steps, limit, machine, predictions)

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from linalg.solves import messages
+from linalg.solves import messages, several
 from spmd import agree, assert_allclose, ranks
 
 from distsolve import MeshAxis, Sharded, natural_gradient, plan
 from distsolve.linalg import SolveError
 from distsolve.linalg.machine import Machine
+from distsolve.linalg.plan import predict
 
 COUNTS = [7, 0, 4]
 P = 5
@@ -298,6 +299,21 @@ def test_plan_is_the_same_on_all_ranks():
     comm = ranks().communicators["dup"]  # not measured before
     jax.jit(lambda: (inside.append(plan(10, 10, comm=comm)), jnp.zeros(()))[1])()
     agree(inside[0].machine == Machine() and "not measured" in str(inside[0]))
+
+
+@pytest.mark.parametrize("method", DIRECT)
+def test_the_plan_counts_the_messages_that_are_sent(method):
+    each_sum = Machine(latency=0.0, bandwidth=np.inf, memory_bandwidth=np.inf, overhead=1.0)
+    # So that S takes two pieces, or the dual.
+    n, columns = (3, 760) if method == "dense" else (760 // ranks().size + 1, 2)
+    N = n * ranks().size
+    J = jnp.asarray(np.random.default_rng(ranks().rank).standard_normal((n, columns)))
+    counts = (n,) * ranks().size
+    update = functools.partial(natural_gradient, shift=SHIFT, method=method, counts=counts)
+    _, sent = messages(lambda: jax.jit(update)(J, J[:, 0]))
+    sums = predict(ranks().size, n, N, columns, J.dtype, J.dtype, None, None, each_sum)
+    exchanges = several(method == "kernel")
+    agree(sent == sums[method].sending + exchanges == several(4) + exchanges, f"{sent}, {sums}")
 
 
 def error(kind, match, **options):

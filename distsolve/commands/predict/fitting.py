@@ -146,7 +146,7 @@ def _products(found: list[Sample]) -> dict[str, float]:
         if mine:
             costs = _least_squares(names, mine, [s.point.compute for s in mine])
             known |= {name: 1 / cost for name, cost in zip(names, costs, strict=True) if cost}
-    parallel = [p for p, _, _ in found if p.method == "cg" and p.ranks > 1]
+    parallel = [p for p, _, _ in found if p.ranks > 1]
     if parallel:
         expected = np.array([p.compute * largest_of(p.ranks) / p.seconds for p in parallel])
         waited = np.array([p.wait / p.seconds for p in parallel])

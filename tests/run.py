@@ -9,8 +9,8 @@ that MPI in the first environment alone. What else is left out where it shows no
 the other marks (`MARKERS` in spmd.py). The solvers reach MPI through the primitives alone. So what
 depends on their number of ranks is tested in the first environment under the first MPI; under the
 others a job solves (`tests/jobs/test_soak.py`), and in another environment they run on one rank,
-where that is asked for, each test in its first case. The other MPIs are tested in the first environment only: what tells them
-apart is below JAX.
+where that is asked for, each test in its first case. The other MPIs are tested in the first
+environment only: what tells them apart is below JAX.
 
     python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
 """

@@ -12,7 +12,9 @@ sends B bytes, a part to each other one, takes
 
 A symmetric matrix is summed through its triangle of B bytes, in pieces of at most `PACKED`, which
 are written and read four times: packed, sent, received, unpacked. That takes 4 B / V more, with the
-rate V at which memory is read. Ranks that compute for t seconds, with the standard deviation s t over ranks, wait for the slowest:
+rate V at which memory is read.
+
+Ranks that compute for t seconds, with the standard deviation s t over ranks, wait for the slowest:
 s t m(p), where m(p) is the expected largest of p standard normal numbers.
 
 References: Alexandrov, Ionescu, Schauser and Scheiman (1997), doi:10.1006/jpdc.1997.1346; Thakur,
@@ -72,7 +74,7 @@ class Machine:
         return calls * (self.overhead + stages(ranks) * self.latency) + transfer
 
     def summed_symmetric(self, size: float, ranks: int) -> float:
-        """Return the seconds that the sum of a symmetric matrix takes, whose triangle has a size."""
+        """Return the seconds that the sum of a symmetric matrix takes; the size of its triangle."""
         if ranks == 1:
             return 0.0
         pieces = dataclasses.replace(self, chunk=min(self.chunk, PACKED))

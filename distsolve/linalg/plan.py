@@ -2,8 +2,8 @@
 
 N samples on all ranks, at most n on one, P parameters, p ranks, numbers of b bytes. What messages
 and waiting cost is told in `distsolve.linalg.machine`: sum(B) is a sum of B bytes, triangle(B) that
-of a symmetric matrix, exchange(B) a transpose over the ranks. Memory is read at the rate V; products of matrices make F operations a
-second, Cholesky factorisations C. Per rank, with k steps of cg:
+of a symmetric matrix, exchange(B) a transpose over the ranks. Memory is read at the rate V; products
+of matrices make F operations a second, Cholesky factorisations C. Per rank, with k steps of cg:
 
 ========  ==============================================  =======================
 method    time                                            memory in bytes

@@ -2,17 +2,19 @@
 
 N samples on all ranks, at most n on one, P parameters, p ranks, numbers of b bytes. What messages
 and waiting cost is told in `distsolve.linalg.machine`: sum(B) is a sum of B bytes, triangle(B) that
-of a symmetric matrix, exchange(B) a transpose over the ranks. Memory is read at the rate V; products
-of matrices make F operations a second, Cholesky factorisations C. Per rank, with k steps of cg:
+of a symmetric matrix, exchange(B) a transpose over the ranks. Memory is read at the rate V;
+products of matrices make F operations a second, Cholesky factorisations C. Per rank, with k steps
+of cg:
 
 ========  ==============================================  =======================
 method    time                                            memory in bytes
 ========  ==============================================  =======================
 cg        k ((n + 8) P b / V + wait + sum(m P b))         n P b + 8 P b
-dense     2 n P^2 / F + P^3 / (3 C) + wait + sum(P b)     n P b + 3.5 P^2 b
-          + triangle(P^2 b / 2) + sum(8)
-kernel    2 N^2 P / (p F) + N^3 / (3 C) + wait + sum(P b) 4 n P b + 3.5 N^2 b
-          + exchange(n P b) + triangle(N^2 b / 2) + sum(8)
+dense     2 n P^2 / F + P^3 / (3 C) + wait                n P b + 3.5 P^2 b
+          + sum(P b) + triangle(P^2 b / 2) + sum(8)
+kernel    2 N^2 P / (p F) + N^3 / (3 C) + wait            4 n P b + 3.5 N^2 b
+          + sum(P b) + exchange(n P b)
+          + triangle(N^2 b / 2) + sum(8)
 ========  ==============================================  =======================
 
 Waiting is for the slowest rank. With few parameters (`cg_gram.SMALL`) x travels with the

@@ -67,7 +67,7 @@ class SRMatrix:
         """The dtype of real numbers as precise as the matrix."""
         raise NotImplementedError
 
-    def _local(self, V, tail):
+    def _local(self, V, tail, backward):
         """Return this rank's part of C N V, as `gram_product` does, with more behind the tail."""
         raise NotImplementedError
 
@@ -79,7 +79,9 @@ class SRMatrix:
         """Return ``start`` after ``start = function(start, rows of J, their weights)``."""
         raise NotImplementedError
 
-    def product(self, V: jax.Array, extra: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def product(
+        self, V: jax.Array, extra: jax.Array, backward: Any = False
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Multiply several vectors, and sum what has to travel with them.
 
         Parameters
@@ -88,6 +90,9 @@ class SRMatrix:
             Real vectors for the complex ``J`` of real parameters.
         extra : (m,) real array
             This rank's own scalars.
+        backward : bool scalar
+            Whether to read J from its last rows on, what is in the cache after a product from the
+            first rows on.
 
         Returns
         -------
@@ -101,11 +106,11 @@ class SRMatrix:
         -------------
         One message.
         """
-        U, quadratic, total = self.undamped_product(V, extra)
+        U, quadratic, total = self.undamped_product(V, extra, backward)
         return *self.damped(V, U, quadratic), total
 
     def undamped_product(
-        self, V: jax.Array, extra: jax.Array
+        self, V: jax.Array, extra: jax.Array, backward: Any = False
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return what `product` does for C, the matrix without damping; one message."""
         if V.ndim != 2:
@@ -114,7 +119,7 @@ class SRMatrix:
         k, P = V.shape
         here = jnp.asarray(self._weight_here(), self.real_dtype)
         tail = jnp.concatenate([here[None], extra])
-        summed = self.rows.sum(self._local(self.rows.enter(V), tail))
+        summed = self.rows.sum(self._local(self.rows.enter(V), tail, backward))
         U, norms, rest = gram_product.unpack(summed, k, P, V.dtype)
         N = safe(rest[0])
         U = self._finish(U, rest[len(tail) :]) / N.astype(V.dtype)
@@ -124,9 +129,10 @@ class SRMatrix:
         self, V: jax.Array, U: jax.Array, quadratic: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return ``S V`` and ``V^H S V`` from ``C V`` and ``V^H C V``; no communication."""
-        damping = jnp.broadcast_to(self._damping(self.diagonal), V.shape[1:])[None]
-        added = jnp.sum(damping * trees.squared(V), 1)
-        return U + damping.astype(V.dtype) * V, quadratic + added
+        damping = self._damping(self.diagonal).astype(V.dtype)
+        # One by one: XLA makes a slow product of matrices of the sum over the rows of an array.
+        added = [trees.vdot(damping * v, v) for v in V]
+        return U + damping * V, quadratic + jnp.stack(added)
 
     def __matmul__(self, v: Any) -> Any:
         """Return ``S v``, for ``v`` (P,) or a pytree of P numbers in the order of its leaves.
@@ -316,8 +322,8 @@ class Gram(SRMatrix):
     def _weight_here(self):
         return len(self.J) if self.weights is None else self.weights.sum()
 
-    def _local(self, V, tail):
-        return gram_product.gram_product(self.J, V, tail, self.weights)
+    def _local(self, V, tail, backward):
+        return gram_product.gram_product(self.J, V, tail, self.weights, backward)
 
     def _fold(self, function, start):
         ones = jnp.ones(len(self.J), self.real_dtype)

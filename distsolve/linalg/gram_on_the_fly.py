@@ -173,7 +173,7 @@ class GramOnTheFly(SRMatrix):
         sums = self._chunks(add, jnp.zeros((parts, self.size), self._vector_dtype))
         return mean_of(sums.ravel(), self._weight_here(), self.rows).reshape(sums.shape)
 
-    def _local(self, V, tail):
+    def _local(self, V, tail, backward):
         parts = 2 if self.mode == "complex" else 1
         shift = jnp.zeros((len(V), parts), V.dtype)
         if self.mean is not None:

@@ -7,10 +7,11 @@ n rows here of P entries: J (n, P). For k vectors V (k, P) at once, and weights 
 Both come in one row of real numbers, followed by a tail that the caller gives: what is to be summed
 over ranks lies in one piece of memory, and is sent as it is.
 
-On CPUs a compiled handler takes four rows at a time through the cache. Products are summed in the
-dtype of J, in as many partial sums as a vector register has lanes, and the norms in float64: the
-rounding is that of a BLAS product. Elsewhere, and for derivatives, XLA computes ``J @ v`` and
-``conj(w) @ J``: never with a transpose of J in memory, and always at full precision.
+On CPUs a compiled handler takes four rows at a time through the cache, from the first rows to the
+last or back: in a loop that turns each time, what was read last is still in the cache. Products are
+summed in the dtype of J, in as many partial sums as a vector register has lanes, and the norms in
+float64: the rounding is that of a BLAS product. Elsewhere, and for derivatives, XLA computes
+``J @ v`` and ``conj(w) @ J``: never with a transpose of J in memory, and always at full precision.
 """
 
 import jax
@@ -23,7 +24,7 @@ from distsolve.linalg.native import gram as _native
 from distsolve.linalg.trees import DTYPES, HIGHEST, squared, vary_like
 
 
-def gram_product(J, V, tail, weights=None):
+def gram_product(J, V, tail, weights=None, backward=False):
     """Return ``U``, the squared norms and the tail as one row of reals; `unpack` takes it apart.
 
     Parameters
@@ -33,6 +34,8 @@ def gram_product(J, V, tail, weights=None):
     tail : (m,) of the real dtype of J
     weights : (n,) of the real dtype of J, optional
         1 for each row by default.
+    backward : bool scalar, optional
+        Whether to begin with the last rows; the rounding of sums depends on it.
 
     Returns
     -------
@@ -44,7 +47,8 @@ def gram_product(J, V, tail, weights=None):
     """
     if weights is None:
         weights = jnp.zeros(0, tail.dtype)
-    return vary_like(gram_product_p.bind(J, V, weights, tail), (J, V, weights, tail))
+    operands = J, V, weights, tail, jnp.asarray(backward)
+    return vary_like(gram_product_p.bind(*operands), operands)
 
 
 def unpack(packed, k, P, dtype):
@@ -72,8 +76,8 @@ def rows_times(J, V):
     return jax.lax.dot_general(V, J, (((1,), (1,)), ((), ())), precision=HIGHEST)
 
 
-def plain(J, V, weights, tail):
-    """Compute the same in XLA's operations."""
+def plain(J, V, weights, tail, backward=None):
+    """Compute the same in XLA's operations, all rows at once."""
     real_vectors = jnp.iscomplexobj(J) and not jnp.iscomplexobj(V)
     parts = [J.real, J.imag] if real_vectors else [J]
     U, norms = jnp.zeros_like(V), jnp.zeros(len(V), tail.dtype)
@@ -91,7 +95,7 @@ gram_product_p = Primitive("gram_product")
 
 
 @gram_product_p.def_abstract_eval
-def _abstract(J, V, weights, tail):
+def _abstract(J, V, weights, tail, backward):
     if str(J.dtype) not in DTYPES:
         raise TypeError(f"`J` must have one of the dtypes {', '.join(DTYPES)}: got {J.dtype}.")
     real = jnp.finfo(J.dtype).dtype
@@ -113,7 +117,7 @@ def _abstract(J, V, weights, tail):
 
 def _lower(ctx, *operands):
     """Call the handler; a second result is memory that it works in."""
-    J, V, _, _ = ctx.avals_in
+    J, V, *_ = ctx.avals_in
     k, entries = V.shape[0], V.shape[0] * J.shape[1]
     moved = 2 * entries * J.dtype.itemsize if jnp.issubdtype(J.dtype, jnp.complexfloating) else 0
     scratch = jax.core.ShapedArray((8 * k + moved,), jnp.uint8)
@@ -137,8 +141,8 @@ def _jvp(primals, tangents):
 
 def _batch(operands, axes):
     """More vectors in one sweep, where only vectors and tails are many."""
-    J, V, weights, tail = operands
-    J_axis, V_axis, weights_axis, tail_axis = axes
+    J, V, weights, tail, backward = operands
+    J_axis, V_axis, weights_axis, tail_axis, backward_axis = axes
     if J_axis is not None or weights_axis is not None or V_axis is None:
         return jax.vmap(plain, in_axes=axes)(*operands), 0
     V = jnp.moveaxis(V, V_axis, 0)
@@ -148,7 +152,9 @@ def _batch(operands, axes):
     else:
         tail = jnp.moveaxis(tail, tail_axis, 0)
     no_tail = jnp.zeros(0, tail.dtype)
-    packed = gram_product_p.bind(J, V.reshape(size * k, P), weights, no_tail)
+    # One order for all of them: that of the first.
+    backward = backward if backward_axis is None else jnp.moveaxis(backward, backward_axis, 0)[0]
+    packed = gram_product_p.bind(J, V.reshape(size * k, P), weights, no_tail, backward)
     ends = len(packed) - size * k
     parts = [packed[:ends].reshape(size, -1), packed[ends:].reshape(size, k), tail]
     return jnp.concatenate(parts, axis=1), 0

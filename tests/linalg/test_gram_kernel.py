@@ -87,6 +87,22 @@ def test_plain_operations(dtype):
             check(compiled(gram.plain)(J, V, weights, tail), J, V, tail, weights)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backward_takes_the_last_rows_first(instructions, dtype):
+    """Blocks of four rows in turn: the bits are those of the blocks in the other order."""
+    J, V, tail, weights = problem(40, 33, 2, dtype, weighted=True)
+    turned = J.reshape(10, 4, 33)[::-1].reshape(40, 33)
+    weights_turned = weights.reshape(10, 4)[::-1].ravel()
+    forward, backward = (
+        np.asarray(compiled(gram.gram_product)(*operands))
+        for operands in [(turned, V, tail, weights_turned), (J, V, tail, weights, True)]
+    )
+    np.testing.assert_array_equal(forward, backward)
+    assert (np.asarray(compiled(gram.gram_product)(J, V, tail, weights)) != backward).any()
+    J, V, tail, weights = problem(9, 33, 1, dtype, weighted=True)
+    check(compiled(gram.gram_product)(J, V, tail, weights, True), J, V, tail, weights)
+
+
 def test_eager_and_without_copies():
     args = [None if x is None else jnp.asarray(x) for x in problem(5, 6, 1, DTYPES[1])]
     check(gram.gram_product(*args), *map(np.asarray, args[:3]), None)

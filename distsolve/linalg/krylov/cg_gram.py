@@ -59,7 +59,7 @@ class State(NamedTuple):
 class Problem(NamedTuple):
     """What all steps share."""
 
-    product: Any  # V -> S V, V^H S V
+    product: Any  # V, from which end J is read -> S V, V^H S V
     M: Any  # divided by a power of two near its size
     r: Any  # the residual at the start, which is to be reduced, divided by `unit`
     unit: jax.Array
@@ -108,7 +108,7 @@ def run(
     problem = Problem(
         # Ranks agree because they compute the same from the same: what a user's function is
         # compiled to, for other shapes on each rank, must not reach into it.
-        lambda V: matrix.product(jax.lax.optimization_barrier(V), none)[:2],
+        lambda V, backward: matrix.product(jax.lax.optimization_barrier(V), none, backward)[:2],
         lambda r: trees.scale(1 / unit_M, apply_M(r)),
         r,
         unit,
@@ -183,15 +183,15 @@ def iterate(problem: Problem, state: State) -> State:
         return running & (state.iterations < limits.maxiter)
 
     def blind_step(state: State) -> State:
-        (Sp,), (pSp,) = problem.product(state.p[None])
+        (Sp,), (pSp,) = problem.product(state.p[None], turned(state))
         return step(problem, state, Sp, pSp, None)
 
     def checked_step(state: State) -> State:
-        (Sp, Sx), (pSp, _) = problem.product(jnp.stack([state.p, state.x]))
+        (Sp, Sx), (pSp, _) = problem.product(jnp.stack([state.p, state.x]), turned(state))
         return step(problem, state, Sp, pSp, Sx)
 
     def check(state: State) -> State:
-        (Sx,), _ = problem.product(state.x[None])
+        (Sx,), _ = problem.product(state.x[None], turned(state))
         return state._replace(true_norm=trees.norm(problem.r - Sx), checked=~state.checked)
 
     if len(state.x) > SMALL:
@@ -199,6 +199,11 @@ def iterate(problem: Problem, state: State) -> State:
     state = jax.lax.while_loop(go_on, checked_step, state)
     # After a blind step that broke down. No cond: batched, it would send for every solve.
     return jax.lax.while_loop(lambda state: ~state.checked, check, state)
+
+
+def turned(state: State) -> jax.Array:
+    """Return whether this product reads J from its last rows on: every other one does."""
+    return state.iterations % 2 == 1
 
 
 def init(

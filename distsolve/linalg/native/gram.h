@@ -39,6 +39,7 @@ struct gram {
   enum gram_field field;
   const void *J, *weights;
   int64_t rows, length, vectors, pitch;
+  int backward; /* from the last rows to the first */
   void *v[GRAM_VECTORS], *u[GRAM_VECTORS];
   double *norms; /* of each J v, squared */
 };

@@ -20,6 +20,7 @@ cdef extern from "gram.h" nogil:
         const void *J
         const void *weights
         int64_t rows, length
+        int backward
 
     gram_instruction gram_limit
 
@@ -30,7 +31,7 @@ cdef extern from "gram.h" nogil:
         gram *g, void *V, int64_t k, void *out, double *scratch, const void *tail, int64_t n_tail)
 
 
-# Operands J (n, P), V (k, P), weights (n) or (0), tail; results: V's products, their k squared
+# Operands J (n, P), V (k, P), weights (n) or (0), tail, whether to begin with the last rows; results: V's products, their k squared
 # norms and the tail in one row of reals, and scratch memory.
 cdef Error *gram_product(Frame *frame) noexcept nogil:
     if ffi_answer_metadata(frame):
@@ -48,6 +49,7 @@ cdef Error *gram_product(Frame *frame) noexcept nogil:
     g.weights = weights.data if ffi_count(weights) > 0 else NULL
     g.rows = J.dims[0]
     g.length = J.dims[1] * (2 if complex_rows else 1)
+    g.backward = (<unsigned char *> ffi_arg(frame, 4).data)[0]
     if not complex_rows:
         g.field = GRAM_REAL
     else:

@@ -115,9 +115,14 @@ TARGET static inline __attribute__((always_inline)) void NAME(blocks)(
 }
 
 TARGET static void NAME(sweep)(const struct gram *g) {
-  int64_t row = 0;
-  for (; row + GRAM_ROWS <= g->rows; row += GRAM_ROWS) NAME(blocks)(GRAM_ROWS, g, row);
-  for (; row < g->rows; ++row) NAME(blocks)(1, g, row);
+  const int64_t end = g->rows / GRAM_ROWS * GRAM_ROWS;
+  if (g->backward) {
+    for (int64_t row = g->rows - 1; row >= end; --row) NAME(blocks)(1, g, row);
+    for (int64_t row = end - GRAM_ROWS; row >= 0; row -= GRAM_ROWS) NAME(blocks)(GRAM_ROWS, g, row);
+  } else {
+    for (int64_t row = 0; row < end; row += GRAM_ROWS) NAME(blocks)(GRAM_ROWS, g, row);
+    for (int64_t row = end; row < g->rows; ++row) NAME(blocks)(1, g, row);
+  }
 }
 
 #undef LANES

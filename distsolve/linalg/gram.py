@@ -129,10 +129,10 @@ class SRMatrix:
         self, V: jax.Array, U: jax.Array, quadratic: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return ``S V`` and ``V^H S V`` from ``C V`` and ``V^H C V``; no communication."""
-        damping = self._damping(self.diagonal).astype(V.dtype)
+        damping = jnp.broadcast_to(self._damping(self.diagonal), V.shape[1:]).astype(V.dtype)
         # One by one: XLA makes a slow product of matrices of the sum over the rows of an array.
         added = [trees.vdot(damping * v, v) for v in V]
-        return U + damping * V, quadratic + jnp.stack(added)
+        return U + damping[None] * V, quadratic + jnp.stack(added)
 
     def __matmul__(self, v: Any) -> Any:
         """Return ``S v``, for ``v`` (P,) or a pytree of P numbers in the order of its leaves.

@@ -31,8 +31,8 @@ cdef extern from "gram.h" nogil:
         gram *g, void *V, int64_t k, void *out, double *scratch, const void *tail, int64_t n_tail)
 
 
-# Operands J (n, P), V (k, P), weights (n) or (0), tail, whether to begin with the last rows; results: V's products, their k squared
-# norms and the tail in one row of reals, and scratch memory.
+# Operands J (n, P), V (k, P), weights (n) or (0), tail, whether to begin with the last rows;
+# results: V's products, their k squared norms and the tail in one row of reals, and scratch memory.
 cdef Error *gram_product(Frame *frame) noexcept nogil:
     if ffi_answer_metadata(frame):
         return NULL

@@ -38,7 +38,7 @@ QUICK = (
     " --xla_cpu_parallel_codegen_split_count=1"
 )
 SOLVERS = "tests/linalg"
-CELL_SECONDS = 1500.0
+CELL_SECONDS = 2400.0
 PYTEST = ["-m", "pytest", "-q", "--color=no", "--durations=5"]
 CLOSING = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", re.MULTILINE)
 NO_TESTS = 5

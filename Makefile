@@ -74,7 +74,9 @@ test:
 	$(MAKE) --silent --jobs $(TESTED:%=%/.packages)
 	$(MAKE) --silent $(TESTED:%=%/.ready)
 	# Else each of some thousand processes would compile them, where none may write what it compiled.
-	for folder in $(TESTED); do $$folder/bin/python -m compileall -q distsolve tests || exit 1; done
+	for folder in $(TESTED); do
+		if [ -x $$folder/bin/python ]; then $$folder/bin/python -m compileall -q distsolve tests; fi
+	done
 	.venv/bin/python tests/run.py $(foreach end,$(ENDS),--env $(end)=$(ENVIRONMENT_$(end))) \
 		--absent "newest=no Python 3.12 or newer runs on this machine" \
 		--mpi $(MPI) $(RANK_OPTIONS) $(if $(ARGS),-- $(ARGS))

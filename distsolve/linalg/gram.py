@@ -132,7 +132,7 @@ class SRMatrix:
         damping = jnp.broadcast_to(self._damping(self.diagonal), V.shape[1:]).astype(V.dtype)
         # One by one: XLA makes a slow product of matrices of the sum over the rows of an array.
         added = [trees.vdot(damping * v, v) for v in V]
-        return U + damping[None] * V, quadratic + jnp.stack(added)
+        return U + damping[None] * V, quadratic + jnp.array(added, quadratic.dtype)
 
     def __matmul__(self, v: Any) -> Any:
         """Return ``S v``, for ``v`` (P,) or a pytree of P numbers in the order of its leaves.

@@ -18,7 +18,6 @@ PYTHON ?= $(shell for name in python3.11 python3; do \
 LOWEST_JAX := jax==0.10.2 jaxlib==0.10.2 ml_dtypes==0.5.0
 # The newest end: empty where no Python 3.12 or newer runs here.
 NEWEST_PYTHON ?= $(shell $(PYTHON) .ci/newest_python.py)
-comma := ,
 MPI4JAX := mpi4jax==0.9.1.post2
 
 NATIVE := $(foreach kind,pyx pxd h,$(wildcard distsolve/*/native/*.$(kind)))
@@ -128,7 +127,7 @@ docs: .venv-docs/.ready
 	.venv-docs/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
 
 clean:
-	rm -rf .venv .venv-newest .venv-openmpi .venv-bench .venv-docs build dist *.egg-info
+	rm -rf $(ENVIRONMENTS) build dist *.egg-info
 	rm -f distsolve/*/native/*.c distsolve/*/native/*.so
 
 # What an environment takes from elsewhere, by pip: the build's requirements, ours, those of extras.
@@ -147,7 +146,6 @@ endef
 define install
 	test -x $(1)/bin/python || exit 0
 	$(1)/bin/python $(PIP) --no-build-isolation --no-deps --editable .
-	touch $@
 endef
 
 .venv/.packages: pyproject.toml Makefile
@@ -169,6 +167,7 @@ endef
 
 .venv/.ready .venv-newest/.ready .venv-docs/.ready: %/.ready: %/.packages $(BUILD_INPUTS)
 	$(call install,$*)
+	touch $@
 
 .venv-openmpi/.packages: pyproject.toml Makefile
 	echo "setting up .venv-openmpi"

@@ -225,7 +225,6 @@ def on(*kinds: str) -> Any:
     return pytest.mark.parametrize("comm", kinds, indirect=True)
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--first-cases", action="store_true", help="of each test with parameters only the first"

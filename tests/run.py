@@ -18,6 +18,7 @@ environment only: what tells them apart is below JAX.
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -26,17 +27,12 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+import quick
 from launch import ROOT, Finished, cores, job_environment, mpiexec, run_command
 from spmd import is_jobs
 
 LOGS = ROOT / "build/tests"
-# Most of the time would go into compiling the same solvers for other ranks, so the first
-# environment does that with XLA's simpler code generator, without optimisation, in one piece: less
-# than half the time. The other environments compile as users do; jaxlib 0.12 has no such choice.
-QUICK = (
-    " --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
-    " --xla_cpu_parallel_codegen_split_count=1"
-)
+COMPILED = LOGS / "compiled"
 SOLVERS = "tests/linalg"
 CELL_SECONDS = 2400.0
 PYTEST = ["-m", "pytest", "-q", "--color=no", "--durations=5"]
@@ -70,7 +66,7 @@ class Cell:
     ranks: int
     part: str  # "solvers", "primitives" for all but those, or "" for both
     select: str  # pytest's -m
-    quick: bool
+    is_quick: bool
     first_cases: bool  # of each test
 
     @property
@@ -93,9 +89,9 @@ class Cell:
     def run(self, arguments: list[str], seconds: float) -> Finished:
         """Run this cell."""
         arguments = [text for text in arguments if not is_path(text)] + self.paths(arguments)
-        environment = job_environment(self.mpi, self.ranks or 1, {"DISTSOLVE_TEST_MPI": self.mpi})
-        if self.quick:
-            environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + QUICK
+        environment = job_environment(self.mpi, {"DISTSOLVE_TEST_MPI": self.mpi})
+        if self.is_quick:
+            environment |= quick.variables(COMPILED)
         if self.ranks:
             command = [*mpiexec(self.mpi, self.ranks, self.python), self.python, *PYTEST]
             command += ["--ignore=tests/jobs"]
@@ -162,14 +158,6 @@ def environments(options: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def compiles_quickly(python: str) -> bool:
-    """Return whether the jaxlib of an environment knows the flags of `QUICK`: others abort."""
-    variables = os.environ | {"XLA_FLAGS": QUICK.strip(), "JAX_PLATFORMS": "cpu"}
-    command = [python, "-c", "import jax; jax.devices()"]
-    done = subprocess.run(command, env=variables, capture_output=True, check=False, timeout=120)
-    return done.returncode == 0
-
-
 def chosen(those: str, in_first: bool, under_first: bool = True, ranks: int = 1) -> str:
     """Return pytest's -m for those tests that show something new in this environment and MPI."""
     known = {"below_jax": not in_first, "above_mpi": not under_first, "few_ranks": ranks > 2}
@@ -184,7 +172,7 @@ def cells(options: argparse.Namespace) -> list[Cell]:
     for end, python in environments(options).items():
         numbers = [int(n) for n in ranks.get(end, ranks.get("all", "1,2,3,0")).split(",")]
         is_first = not found
-        quick = is_first and compiles_quickly(python)
+        is_quick = is_first and quick.is_known_to(python)
         rows = [(first_mpi, 1, chosen("once", is_first))] if any(numbers) else []
         for mpi in [first_mpi, *others] if is_first else [first_mpi]:
             for number in numbers:
@@ -204,7 +192,7 @@ def cells(options: argparse.Namespace) -> list[Cell]:
                 parts = ["solvers"]
             for part in parts:
                 first = part == "solvers" and not is_first
-                found.append(Cell(end, python, mpi, number, part, select, quick, first))
+                found.append(Cell(end, python, mpi, number, part, select, is_quick, first))
     return found
 
 
@@ -237,6 +225,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=CELL_SECONDS, help="limit of one cell")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args()
+    shutil.rmtree(COMPILED, ignore_errors=True)
     total = run_all([cell for cell in cells(options) if cell.paths(options.pytest)], options)
     if not total["passed"] and not total["failed"]:
         total["failed"] = 1  # a run that tested nothing is no success

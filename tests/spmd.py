@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import quick
 
 JOBS = Path(__file__).resolve().parent / "jobs"
 EXAMPLES = JOBS.parents[1] / "examples"
@@ -240,6 +241,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     watchdog.arm(TEST_SECONDS, "the start of MPI and the collection of tests")
     watchdog.rank = ranks().rank
+    quick.start(ranks().rank)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if watchdog.rank and reporter is not None:
         config.pluginmanager.unregister(reporter)

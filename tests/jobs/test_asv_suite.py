@@ -52,7 +52,7 @@ for ranks, transport in ((10**6, "shared memory"), (1, "tcp")):
 
 
 def test_a_job_serves_all_figures(tmp_path):
-    env = job_environment("mpich", 1) | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+    env = job_environment("mpich") | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
     command = [sys.executable, "-c", PROGRAM, str(min(cores(), 2))]
     done = subprocess.run(
         command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=120

@@ -210,7 +210,7 @@ def test_merging_needs_no_mpi_and_computes_efficiency(tmp_path):
     save(tmp_path, 2, point(8, 0.004, steps=41), point(8, 0.625, "weak"))
     save(tmp_path, 3, point(8, 7e-6, "", "allreduce"), point(8, 0.25, size=65))
     save(tmp_path, 0, point(8, 99.0), versions={"jax": "0.9"})  # older than the other on 8 ranks
-    env = job_environment("mpich", 1) | {"MPI4PY_LIBMPI": "/absent", "MPI4PY_MPIABI": "mpich"}
+    env = job_environment("mpich") | {"MPI4PY_LIBMPI": "/absent", "MPI4PY_MPIABI": "mpich"}
     command = [sys.executable, "-m", "distsolve", "bench", "--merge", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr

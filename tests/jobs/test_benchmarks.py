@@ -37,7 +37,7 @@ def test_quick_run(tmp_path):
     samples, table = tmp_path / "samples.json", tmp_path / "table.md"
     command = [sys.executable, "-c", PROGRAM, "--quick"]
     command += ["--json", str(samples), "--markdown", str(table)]
-    env = job_environment("mpich", 1) | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    env = job_environment("mpich") | {"PYTHONPATH": str(ROOT / "benchmarks")}
     done = subprocess.run(
         command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=120
     )

@@ -345,7 +345,7 @@ class Program:
                     *(sys.executable, str(path)),
                     *self.arguments(place, count, *CHECKPOINT),
                 ],
-                env=job_environment(mpi_name(), self.np),
+                env=job_environment(mpi_name()),
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

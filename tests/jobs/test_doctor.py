@@ -180,9 +180,9 @@ def mixed(program, args=()):
     """Run a program below the launcher of another MPI: under MPICH, its variables alone."""
     if mpi_name() == "mpich":
         foreign = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
-        env = job_environment("mpich", 1, foreign)
+        env = job_environment("mpich", foreign)
         return run_command([sys.executable, "-c", program, *args], 60, env).check()
-    env = job_environment("openmpi", 2, {"LD_LIBRARY_PATH": str(openmpi_prefix() / "lib")})
+    env = job_environment("openmpi", {"LD_LIBRARY_PATH": str(openmpi_prefix() / "lib")})
     return run_ranks(program, np=2, mpi="mpich", env=env, args=args).check()
 
 

@@ -29,7 +29,7 @@ def pytest_job(folder, source, np=2, watchdog=20):
     extra = {"PYTHONPATH": str(ROOT / "tests"), "DISTSOLVE_TEST_WATCHDOG": str(watchdog)}
     command = [*mpiexec(mpi_name(), np), sys.executable, "-m", "pytest", "-p", "spmd"]
     command += ["-p", "no:cacheprovider", "--color=no", "--rootdir", str(folder), str(path)]
-    return run_command(command, 90, job_environment(mpi_name(), np, extra), cwd=folder)
+    return run_command(command, 90, job_environment(mpi_name(), extra), cwd=folder)
 
 
 def failed(done: Finished) -> str:
@@ -173,7 +173,7 @@ time.sleep(600)
     path = tmp_path / "job.py"
     path.write_text(program)
     command = [*mpiexec(mpi_name(), 2), sys.executable, str(path), str(tmp_path)]
-    done = run_command(command, 3, job_environment(mpi_name(), 2))
+    done = run_command(command, 3, job_environment(mpi_name()))
     assert done.timed_out
     assert done.returncode == -1
     pids = [int(entry.name) for entry in tmp_path.iterdir() if entry.name.isdigit()]

@@ -22,7 +22,7 @@ def run_alone(program, **extra):
     """Run a program without a launcher, which would have told where Open MPI's libraries are."""
     if mpi_name() == "openmpi":
         extra["LD_LIBRARY_PATH"] = str(openmpi_prefix() / "lib")
-    env = job_environment(mpi_name(), 1, extra)
+    env = job_environment(mpi_name(), extra)
     return run_command([sys.executable, "-c", program], 60, env).check()
 
 

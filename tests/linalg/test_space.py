@@ -285,7 +285,7 @@ def test_solve_on_the_axis_of_a_mesh_without_mpi():
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     ok, text = True, ""
     if ranks().rank == 0:
-        env = job_environment(mpi_name(), 1, flags)
+        env = job_environment(mpi_name(), flags)
         done = run_command([sys.executable, "-c", ON_A_MESH], 60, env)
         ok, text = done.stdout.strip() == "all", done.stdout + done.stderr
     agree(ok, text)

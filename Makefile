@@ -34,6 +34,8 @@ ENDS ?= lowest newest
 MPI ?= mpich,openmpi
 RANKS ?= lowest=1,2,3,0 newest=1,2,0
 ARGS ?=
+# all: every case of every test in every cell.
+CASES ?=
 # The programs of `make fuzz`, from a new seed each time, or PROGRAM of them alone; the solves of
 # `make soak`.
 EXAMPLES ?= 500
@@ -78,7 +80,7 @@ test:
 	done
 	.venv/bin/python tests/run.py $(foreach end,$(ENDS),--env $(end)=$(ENVIRONMENT_$(end))) \
 		--absent "newest=no Python 3.12 or newer runs on this machine" \
-		--mpi $(MPI) $(RANK_OPTIONS) $(if $(ARGS),-- $(ARGS))
+		--mpi $(MPI) $(RANK_OPTIONS) $(if $(CASES),--cases $(CASES)) $(if $(ARGS),-- $(ARGS))
 
 fuzz soak: RANKS = 2
 

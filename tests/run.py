@@ -12,6 +12,9 @@ others a job solves (`tests/jobs/test_soak.py`), and in another environment they
 where that is asked for, each test in its first case. The other MPIs are tested in the first
 environment only: what tells them apart is below JAX.
 
+All combinations of a test's parameters run once and on two ranks in the first environment; in the
+other cells those that show every value of each parameter (`--cases all`: there too).
+
     python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
 """
 
@@ -29,7 +32,7 @@ from pathlib import Path
 
 import quick
 from launch import ROOT, Finished, cores, job_environment, mpiexec, run_command
-from spmd import is_jobs
+from spmd import CASES, is_jobs
 
 LOGS = ROOT / "build/tests"
 COMPILED = LOGS / "compiled"
@@ -67,7 +70,7 @@ class Cell:
     part: str  # "solvers", "primitives" for all but those, or "" for both
     select: str  # pytest's -m
     is_quick: bool
-    first_cases: bool  # of each test
+    cases: str  # one of `CASES` in spmd.py
 
     @property
     def name(self) -> str:
@@ -99,7 +102,7 @@ class Cell:
         else:
             command = [self.python, *PYTEST]
         command += ["-m", self.select] if self.select else []
-        command += ["--first-cases"] if self.first_cases else []
+        command += ["--cases", self.cases]
         command += arguments
         return run_command(command, seconds, environment)
 
@@ -191,9 +194,16 @@ def cells(options: argparse.Namespace) -> list[Cell]:
             else:
                 parts = ["solvers"]
             for part in parts:
-                first = part == "solvers" and not is_first
-                found.append(Cell(end, python, mpi, number, part, select, is_quick, first))
+                cases = options.cases or cases_of(is_first, number, select, part)
+                found.append(Cell(end, python, mpi, number, part, select, is_quick, cases))
     return found
+
+
+def cases_of(in_first: bool, ranks: int, select: str, part: str) -> str:
+    """Return how many cases of each test run in a cell."""
+    if not in_first:
+        return "first" if part == "solvers" else "values"
+    return "all" if ranks in (0, 2) or select.startswith("once") else "values"
 
 
 def run_all(matrix: list[Cell], options: argparse.Namespace) -> Counter[str]:
@@ -223,6 +233,7 @@ def main() -> None:
         "--ranks", action="append", default=[], metavar="END=1,2,0", help="0: tests/jobs"
     )
     parser.add_argument("--seconds", type=float, default=CELL_SECONDS, help="limit of one cell")
+    parser.add_argument("--cases", choices=CASES, help="the same in all cells")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args()
     shutil.rmtree(COMPILED, ignore_errors=True)

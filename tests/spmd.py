@@ -226,9 +226,25 @@ def on(*kinds: str) -> Any:
     return pytest.mark.parametrize("comm", kinds, indirect=True)
 
 
+def values_of(item: pytest.Item) -> set[tuple[str, int, str]]:
+    """Return the values of a test's parameters, as the parts of its name in brackets."""
+    name = item.nodeid.partition("[")[0]
+    callspec = getattr(item, "callspec", None)
+    parts = callspec._idlist if callspec else [""]
+    return {(name, index, part) for index, part in enumerate(parts)}
+
+
+# Of a test's cases run: all, those that show every value of every parameter, or the first.
+CASES = {
+    "all": lambda item: {item.nodeid},
+    "values": values_of,
+    "first": lambda item: {item.nodeid.partition("[")[0]},
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--first-cases", action="store_true", help="of each test with parameters only the first"
+        "--cases", choices=CASES, default="all", help="how many of a test with parameters run"
     )
 
 
@@ -260,11 +276,21 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 @pytest.hookimpl(trylast=True)  # after those that marks leave out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("first_cases"):
-        return
-    first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-    config.hook.pytest_deselected(items=[x for x in items if x not in first.values()])
-    items[:] = reversed(first.values())
+    kept = few_cases(items, config.getoption("cases"))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def few_cases(items: list[pytest.Item], cases: str) -> set[pytest.Item]:
+    """Return tests that show all that `CASES` tells apart, first those in which all is new."""
+    shows = {item: CASES[cases](item) for item in items}
+    kept, shown = set(), set()
+    for is_all_new in (True, False):
+        for item, values in shows.items():
+            if values - shown and (not is_all_new or not values & shown):
+                kept.add(item)
+                shown |= values
+    return kept
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

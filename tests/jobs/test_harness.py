@@ -22,13 +22,14 @@ from spmd import agree, ranks
 """
 
 
-def pytest_job(folder, source, np=2, watchdog=20):
+def pytest_job(folder, source, np=2, watchdog=20, options=()):
     """Run a test file with the plugin on `np` ranks."""
     path = folder / "test_faulty.py"
     path.write_text(HEADER + source)
     extra = {"PYTHONPATH": str(ROOT / "tests"), "DISTSOLVE_TEST_WATCHDOG": str(watchdog)}
     command = [*mpiexec(mpi_name(), np), sys.executable, "-m", "pytest", "-p", "spmd"]
     command += ["-p", "no:cacheprovider", "--color=no", "--rootdir", str(folder), str(path)]
+    command += options
     return run_command(command, 90, job_environment(mpi_name(), extra), cwd=folder)
 
 
@@ -179,3 +180,31 @@ time.sleep(600)
     pids = [int(entry.name) for entry in tmp_path.iterdir() if entry.name.isdigit()]
     assert len(pids) == 2
     assert not any(is_running(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("cases", "kept"),
+    [
+        ("all", "aX aY aZ bX bY bZ once rows-1 rows-2"),
+        ("values", "aX bY aZ once rows-1 rows-2"),
+        ("first", "aX once rows-1"),
+    ],
+)
+def test_cases(tmp_path, cases, kept):
+    """Of two parameters each value is there; rows of values stay together."""
+    source = """
+@pytest.mark.parametrize("second", "XYZ")
+@pytest.mark.parametrize("first", "ab")
+def test_two(first, second):
+    print(f"ran {first}{second} ")
+
+def test_none():
+    print("ran once")
+
+@pytest.mark.parametrize(("x", "y"), [(1, 1), (2, 1)])
+def test_rows(x, y):
+    print(f"ran rows-{x}")
+"""
+    done = pytest_job(tmp_path, source, np=1, options=["--cases", cases, "-rP"]).check()
+    ran = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("ran ")]
+    assert sorted(ran) == sorted(kept.split())

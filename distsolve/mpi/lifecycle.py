@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import threading
@@ -32,6 +33,16 @@ def start(MPI: Any) -> None:
     keyval = MPI.Comm.Create_keyval(delete_fn=_on_finalize)
     MPI.COMM_SELF.Set_attr(keyval, True)
     atexit.register(finish)
+    # MPICH stops to lock before it deletes attributes: a thread that is in MPI then keeps its lock
+    # for ever, and MPI_Finalize aborts.
+    finalize = MPI.Finalize
+
+    @functools.wraps(finalize)
+    def finish_first() -> None:
+        finish()
+        finalize()
+
+    MPI.Finalize = finish_first
 
 
 def finish() -> None:
@@ -50,7 +61,7 @@ def finish() -> None:
 
 
 def _on_finalize(comm: Any, keyval: int, value: Any) -> None:
-    """MPI_Finalize deletes the attributes of COMM_SELF first, while MPI still works."""
+    """MPI_Finalize, from wherever, deletes the attributes of COMM_SELF while MPI still works."""
     global _finalizing
     finish()
     _finalizing = True

@@ -51,6 +51,26 @@ if {end!r} == "failure" and rank == 1:
         assert "Traceback" not in done.check().stderr
 
 
+def test_nothing_runs_when_finalize_begins():
+    """MPICH aborts if a thread is in MPI by then; attributes are deleted last set first."""
+    program = (
+        HEADER
+        + """
+from mpi4py import MPI
+from distsolve.mpi.native import nonblocking
+def note(*args):
+    print("pending", nonblocking.pending())
+MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=note), 1)
+if rank == 1:
+    time.sleep(1)
+mpi.iallreduce(jnp.ones(3))
+assert rank == 1 or nonblocking.pending()
+MPI.Finalize()
+"""
+    )
+    assert run_ranks(program, np=2).check().stdout.split() == 2 * ["pending", "0"]
+
+
 # Rank 1 notes when it raises, and never makes the call that the others are in.
 LEAVE = """
 import pathlib

@@ -8,12 +8,13 @@ Tests marked `once` have cells of their own, on one rank of the first MPI; jobs 
 that MPI in the first environment alone. What else is left out where it shows nothing new is told by
 the other marks (`MARKERS` in spmd.py). The solvers reach MPI through the primitives alone. So what
 depends on their number of ranks is tested in the first environment under the first MPI; under the
-others a job solves (`tests/jobs/test_soak.py`), and in another environment they run on one rank,
-where that is asked for, each test in its first case. The other MPIs are tested in the first
-environment only: what tells them apart is below JAX.
+others a job solves (`tests/jobs/test_soak.py`), and in another environment those of their tests
+that are not marked `once` run on one rank, where that is asked for. The other MPIs are tested in
+the first environment only: what tells them apart is below JAX.
 
-All combinations of a test's parameters run once and on two ranks in the first environment; in the
-other cells those that show every value of each parameter (`--cases all`: there too).
+All combinations of a test's parameters run once and on two ranks in the first environment. In the
+other cells those run that show every value of each parameter, and of the solvers' tests and those
+marked `once` the first case (`--cases all`: all of them).
 
     python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
 """
@@ -25,9 +26,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import quick
@@ -94,7 +94,9 @@ class Cell:
         arguments = [text for text in arguments if not is_path(text)] + self.paths(arguments)
         environment = job_environment(self.mpi, {"DISTSOLVE_TEST_MPI": self.mpi})
         if self.is_quick:
-            environment |= quick.variables(COMPILED)
+            # Not of cells that run at the same time: some would read what is half written.
+            together = "several" if self.ranks > 1 else self.part or "jobs"
+            environment |= quick.variables(COMPILED / together)
         if self.ranks:
             command = [*mpiexec(self.mpi, self.ranks, self.python), self.python, *PYTEST]
             command += ["--ignore=tests/jobs"]
@@ -183,16 +185,15 @@ def cells(options: argparse.Namespace) -> list[Cell]:
                 select = "" if is_whole else chosen("not once", is_first, mpi == first_mpi, number)
                 rows.append((mpi, number, select))
         for mpi, number, select in rows:
+            once = select.startswith("once")
             if number == 0:
                 parts = [""]
-            elif mpi != first_mpi or (number > 1 and 1 in numbers and not is_first):
+            elif mpi != first_mpi or (not is_first and (once or (number > 1 and 1 in numbers))):
                 parts = ["primitives"]
-            elif number > 1:
-                parts = [""]
-            elif select.startswith("once") or is_first or max(numbers) == 1:
-                parts = ["primitives", "solvers"]  # side by side
-            else:
+            elif number == 1 < max(numbers) and not is_first:
                 parts = ["solvers"]
+            else:
+                parts = ["primitives", "solvers"]
             for part in parts:
                 cases = options.cases or cases_of(is_first, number, select, part)
                 found.append(Cell(end, python, mpi, number, part, select, is_quick, cases))
@@ -201,24 +202,29 @@ def cells(options: argparse.Namespace) -> list[Cell]:
 
 def cases_of(in_first: bool, ranks: int, select: str, part: str) -> str:
     """Return how many cases of each test run in a cell."""
-    if not in_first:
-        return "first" if part == "solvers" else "values"
-    return "all" if ranks in (0, 2) or select.startswith("once") else "values"
+    once = select.startswith("once")
+    if in_first and (ranks in (0, 2) or once):
+        return "all"
+    return "first" if once or part == "solvers" else "values"
 
 
 def run_all(matrix: list[Cell], options: argparse.Namespace) -> Counter[str]:
-    """Run all cells, jobs and then one rank side by side, and return the sum of their numbers."""
+    """Run all cells, and return the sum of their numbers.
+
+    Cells of several ranks run one after another; beside them those of one rank, and first the jobs,
+    which often wait.
+    """
     total: Counter[str] = Counter()
-
-    def run(cell: Cell) -> tuple[Cell, Finished]:
-        return cell, cell.run(options.pytest, options.seconds)
-
-    with ThreadPoolExecutor(cores() + 1) as pool:  # jobs often wait
-        alone = sorted((cell for cell in matrix if cell.ranks < 2), key=lambda cell: cell.ranks)
-        others = [cell for cell in matrix if cell.ranks > 1]
-        for cell, done in chain(pool.map(run, alone), map(run, others)):
-            found = counts(done)
-            report(cell, done, found)
+    with ThreadPoolExecutor(1) as several, ThreadPoolExecutor(cores()) as single:
+        running = {
+            (several if cell.ranks > 1 else single).submit(
+                cell.run, options.pytest, options.seconds
+            ): cell
+            for cell in sorted(matrix, key=lambda cell: cell.ranks)
+        }
+        for future in as_completed(running):
+            found = counts(future.result())
+            report(running[future], future.result(), found)
             total += found
     return total
 

@@ -26,8 +26,9 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import quick
@@ -209,22 +210,21 @@ def cases_of(in_first: bool, ranks: int, select: str, part: str) -> str:
 
 
 def run_all(matrix: list[Cell], options: argparse.Namespace) -> Counter[str]:
-    """Run all cells, and return the sum of their numbers.
+    """Run jobs and then one rank side by side, cells of several ranks after them; sum the numbers.
 
-    Cells of several ranks run one after another; beside them those of one rank, and first the jobs,
-    which often wait.
+    Cells of several ranks beside others took more of the cores than they saved.
     """
     total: Counter[str] = Counter()
-    with ThreadPoolExecutor(1) as several, ThreadPoolExecutor(cores()) as single:
-        running = {
-            (several if cell.ranks > 1 else single).submit(
-                cell.run, options.pytest, options.seconds
-            ): cell
-            for cell in sorted(matrix, key=lambda cell: cell.ranks)
-        }
-        for future in as_completed(running):
-            found = counts(future.result())
-            report(running[future], future.result(), found)
+
+    def run(cell: Cell) -> tuple[Cell, Finished]:
+        return cell, cell.run(options.pytest, options.seconds)
+
+    with ThreadPoolExecutor(cores() + 1) as pool:  # jobs often wait
+        alone = sorted((cell for cell in matrix if cell.ranks < 2), key=lambda cell: cell.ranks)
+        others = [cell for cell in matrix if cell.ranks > 1]
+        for cell, done in chain(pool.map(run, alone), map(run, others)):
+            found = counts(done)
+            report(cell, done, found)
             total += found
     return total
 

@@ -33,8 +33,8 @@ def start(MPI: Any) -> None:
     keyval = MPI.Comm.Create_keyval(delete_fn=_on_finalize)
     MPI.COMM_SELF.Set_attr(keyval, True)
     atexit.register(finish)
-    # MPICH stops to lock before it deletes attributes: a thread that is in MPI then keeps its lock
-    # for ever, and MPI_Finalize aborts.
+    # MPICH no longer locks when it deletes attributes: a thread that is in MPI by then keeps its
+    # lock for ever, and MPI_Finalize aborts.
     finalize = MPI.Finalize
 
     @functools.wraps(finalize)

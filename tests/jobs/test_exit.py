@@ -51,20 +51,27 @@ if {end!r} == "failure" and rank == 1:
         assert "Traceback" not in done.check().stderr
 
 
-def test_nothing_runs_when_finalize_begins():
+def test_nothing_runs_when_finalize_begins(tmp_path):
     """MPICH aborts if a thread is in MPI by then; attributes are deleted last set first."""
     program = (
         HEADER
-        + """
+        + f"""
+import pathlib
 from mpi4py import MPI
 from distsolve.mpi.native import nonblocking
 def note(*args):
     print("pending", nonblocking.pending())
 MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=note), 1)
+mpi.wait(mpi.iallreduce(jnp.ones(3)))
+started = pathlib.Path({str(tmp_path / "started")!r})
 if rank == 1:
-    time.sleep(1)
+    while not started.exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
 mpi.iallreduce(jnp.ones(3))
-assert rank == 1 or nonblocking.pending()
+if rank == 0:
+    assert nonblocking.pending()
+    started.touch()
 MPI.Finalize()
 """
     )

@@ -60,9 +60,9 @@ import pathlib
 from mpi4py import MPI
 from distsolve.mpi.native import nonblocking
 def note(*args):
-    print("pending", nonblocking.pending())
-MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=note), 1)
+    sys.stdout.write("pending %d\\n" % nonblocking.pending())
 mpi.wait(mpi.iallreduce(jnp.ones(3)))
+MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=note), 1)
 started = pathlib.Path({str(tmp_path / "started")!r})
 if rank == 1:
     while not started.exists():

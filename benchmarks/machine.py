@@ -28,12 +28,14 @@ def _version(package):
 def describe():
     """Date, processor, memory, load and the versions of everything that is compared."""
     memory = int(_proc_field("/proc/meminfo", "MemTotal").split()[0]) / 2**20
+    kernel = ".".join(platform.release().split(".")[:2])  # what follows is a builder's name
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "processor": _proc_field("/proc/cpuinfo", "model name"),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory, 1),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {kernel}, {' '.join(platform.libc_ver())}, "
+        f"{platform.machine()}",
         "python": platform.python_version(),
         "packages": {package: _version(package) for package in PACKAGES},
     }

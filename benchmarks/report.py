@@ -42,8 +42,7 @@ def head_lines(conditions):
         f"{machine['system']}, {machine['memory_gib']} GiB, Python {machine['python']}",
         versions,
         f"{conditions['ranks']} ranks, median of {conditions['repeats']}, slowest rank",
-        f"threads of each rank: {limits}",
-        "memory: VmHWM after the call less VmRSS before it (peak reset), largest rank",
+        f"variables of each rank: {limits}",
     ]
     if conditions["quick"]:
         lines.append("QUICK RUN: small sizes, one repeat; compare nothing with it")

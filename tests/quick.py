@@ -18,14 +18,15 @@ XLA_FLAGS = (
 CACHE = "DISTSOLVE_TEST_CACHE"
 
 
-def variables(cache: Path) -> dict[str, str]:
-    """Return the variables of a cell; `cache` is a folder for compiled programs."""
-    return {
+def variables(cache: Path | None) -> dict[str, str]:
+    """Return the variables of a cell; `cache` is a folder for compiled programs, if any is kept."""
+    found = {
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + XLA_FLAGS,
         "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        CACHE: str(cache),
     }
+    if cache is not None:
+        found |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", CACHE: str(cache)}
+    return found
 
 
 def is_known_to(python: str) -> bool:
@@ -40,7 +41,8 @@ def start(rank: int) -> None:
     """Keep what this rank compiles for later cells, and lower all programs in one context of MLIR.
 
     JAX makes a context for each program, in a third of the time of lowering a small one. Ranks
-    share no folder: JAX reads entries that others may not have written to their end.
+    share no folder: JAX reads entries that others may not have written to their end. Without a
+    folder, as in a session that a test has started, nothing changes.
     """
     if CACHE not in os.environ:
         return

@@ -1,8 +1,8 @@
 """Run the test suite over environment x MPI x ranks, with one line per cell.
 
 An environment is a folder that holds `bin/python`, named for the end of the supported range that
-it stands for. Each cell runs `tests` on its ranks, then `tests/jobs` once per MPI, in plain pytest.
-What a cell printed is kept under `build/tests`, and shown in full if it failed.
+it stands for. A cell runs `tests` on its ranks under pytest, or `tests/jobs`, which start ranks of
+their own. What a cell printed is kept under `build/tests`, and shown in full if it failed.
 
 Tests marked `once` have cells of their own, on one rank of the first MPI; jobs marked so run under
 that MPI in the first environment alone. What else is left out where it shows nothing new is told by
@@ -12,9 +12,10 @@ others a job solves (`tests/jobs/test_soak.py`), and in another environment thos
 that are not marked `once` run on one rank, where that is asked for. The other MPIs are tested in
 the first environment only: what tells them apart is below JAX.
 
-All combinations of a test's parameters run once and on two ranks in the first environment. In the
-other cells those run that show every value of each parameter, and of the solvers' tests and those
-marked `once` the first case (`--cases all`: all of them).
+All combinations of a test's parameters run in the first environment: on two ranks, in the cells of
+tests marked `once`, and in jobs. In its other cells those run that show every value of each
+parameter, of the solvers' tests the first case; in other environments the first case of every test.
+`--cases all` runs all of them.
 
     python tests/run.py --env lowest=.venv --env newest=.venv-newest --ranks newest=1,2 -- -k cg
 """
@@ -33,10 +34,11 @@ from pathlib import Path
 
 import quick
 from launch import ROOT, Finished, cores, job_environment, mpiexec, run_command
-from spmd import CASES, is_jobs
+from spmd import CASES
 
 LOGS = ROOT / "build/tests"
 COMPILED = LOGS / "compiled"
+JOBS = "tests/jobs"
 SOLVERS = "tests/linalg"
 CELL_SECONDS = 2400.0
 PYTEST = ["-m", "pytest", "-q", "--color=no", "--durations=5"]
@@ -55,11 +57,6 @@ def is_path(text: str) -> bool:
     return (ROOT / text.partition("::")[0]).exists()
 
 
-def is_solvers(text: str) -> bool:
-    """Return whether a path is one of the solvers' tests."""
-    return text.startswith(SOLVERS)
-
-
 @dataclass(frozen=True)
 class Cell:
     """One run of the suite; zero ranks stands for `tests/jobs`."""
@@ -68,7 +65,8 @@ class Cell:
     python: str
     mpi: str
     ranks: int
-    part: str  # "solvers", "primitives" for all but those, or "" for both
+    part: str  # "solvers", "primitives" for all but those, or "" for jobs
+    once: bool  # the tests marked so, or the others
     select: str  # pytest's -m
     is_quick: bool
     cases: str  # one of `CASES` in spmd.py
@@ -77,30 +75,37 @@ class Cell:
     def name(self) -> str:
         """Name of this cell's line and log."""
         what = f"{self.ranks} rank{'s'[: self.ranks > 1]}" if self.ranks else "jobs"
-        what = "once" if self.select.startswith("once") else what
+        what = "once" if self.once else what
         return f"{self.end:7} {self.mpi:8} {what:7} {self.part:10}"
 
+    @property
+    def compiled(self) -> Path | None:
+        """Folder for programs that other cells compile as well; jobs have few of those.
+
+        Cells that run side by side share none: one would read what another has half written.
+        """
+        if not self.ranks:
+            return None
+        return COMPILED / ("several" if self.ranks > 1 else "-".join(self.name.split()))
+
     def paths(self, arguments: list[str]) -> list[str]:
-        """Return the test paths of this cell: those asked for that are its kind, or all."""
-        asked = [text for text in arguments if is_path(text)]
-        kind = [text for text in asked if is_jobs(text) == (self.ranks == 0)]
-        if self.ranks and self.part:
-            solvers = self.part == "solvers"
-            kind = [text for text in kind if is_solvers(text) == solvers]
-            return kind if asked else [SOLVERS if solvers else "tests"]
-        return kind if asked else ["tests" if self.ranks else "tests/jobs"]
+        """Return the test paths of this cell: what is asked for in its folder, or all of that."""
+        asked = [text for text in arguments if is_path(text)] or ["tests"]
+        if self.part == "primitives":
+            return [text for text in asked if not text.startswith((JOBS, SOLVERS))]
+        folder = SOLVERS if self.part else JOBS
+        kind = [text for text in asked if text.startswith(folder) or folder.startswith(text)]
+        return [max(text, folder, key=len) for text in kind]
 
     def run(self, arguments: list[str], seconds: float) -> Finished:
         """Run this cell."""
         arguments = [text for text in arguments if not is_path(text)] + self.paths(arguments)
         environment = job_environment(self.mpi, {"DISTSOLVE_TEST_MPI": self.mpi})
         if self.is_quick:
-            # Not of cells that run at the same time: some would read what is half written.
-            together = "several" if self.ranks > 1 else self.part or "jobs"
-            environment |= quick.variables(COMPILED / together)
+            environment |= quick.variables(self.compiled)
         if self.ranks:
             command = [*mpiexec(self.mpi, self.ranks, self.python), self.python, *PYTEST]
-            command += ["--ignore=tests/jobs"]
+            command += [f"--ignore={JOBS}"]
             command += [f"--ignore={SOLVERS}"] if self.part == "primitives" else []
         else:
             command = [self.python, *PYTEST]
@@ -179,14 +184,13 @@ def cells(options: argparse.Namespace) -> list[Cell]:
         numbers = [int(n) for n in ranks.get(end, ranks.get("all", "1,2,3,0")).split(",")]
         is_first = not found
         is_quick = is_first and quick.is_known_to(python)
-        rows = [(first_mpi, 1, chosen("once", is_first))] if any(numbers) else []
+        rows = [(first_mpi, 1, True, chosen("once", is_first))] if any(numbers) else []
         for mpi in [first_mpi, *others] if is_first else [first_mpi]:
             for number in numbers:
                 is_whole = number == 0 and is_first and mpi == first_mpi
                 select = "" if is_whole else chosen("not once", is_first, mpi == first_mpi, number)
-                rows.append((mpi, number, select))
-        for mpi, number, select in rows:
-            once = select.startswith("once")
+                rows.append((mpi, number, False, select))
+        for mpi, number, once, select in rows:
             if number == 0:
                 parts = [""]
             elif mpi != first_mpi or (not is_first and (once or (number > 1 and 1 in numbers))):
@@ -196,17 +200,14 @@ def cells(options: argparse.Namespace) -> list[Cell]:
             else:
                 parts = ["primitives", "solvers"]
             for part in parts:
-                cases = options.cases or cases_of(is_first, number, select, part)
-                found.append(Cell(end, python, mpi, number, part, select, is_quick, cases))
+                cases = "first"
+                if is_first and (once or number in (0, 2)):
+                    cases = "all"
+                elif is_first and part == "primitives":
+                    cases = "values"
+                cases = options.cases or cases
+                found.append(Cell(end, python, mpi, number, part, once, select, is_quick, cases))
     return found
-
-
-def cases_of(in_first: bool, ranks: int, select: str, part: str) -> str:
-    """Return how many cases of each test run in a cell."""
-    once = select.startswith("once")
-    if in_first and (ranks in (0, 2) or once):
-        return "all"
-    return "first" if once or part == "solvers" else "values"
 
 
 def run_all(matrix: list[Cell], options: argparse.Namespace) -> Counter[str]:

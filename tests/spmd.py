@@ -230,7 +230,7 @@ def values_of(item: pytest.Item) -> set[tuple[str, int, str]]:
     """Return the values of a test's parameters, as the parts of its name in brackets."""
     name = item.nodeid.partition("[")[0]
     callspec = getattr(item, "callspec", None)
-    parts = callspec._idlist if callspec else [""]
+    parts = callspec._idlist if callspec else [""]  # `indices` count all combinations
     return {(name, index, part) for index, part in enumerate(parts)}
 
 

@@ -45,8 +45,10 @@ def run(ranks, cores, points):
             "date": "2020-02-03T04:05:06.789+00:00",
             "ranks": ranks,
             "nodes": [node],
+            "device": "cpu",
+            "versions": {},
             "environment": {},
-            "mpi": {"chunk": 4 * MIB},
+            "mpi": {"library": "MPI 7", "chunk": 4 * MIB},
         },
         points,
     )

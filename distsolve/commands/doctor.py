@@ -45,9 +45,14 @@ def add(subparsers: Any) -> None:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 < value <= threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text}")
+        raise argparse.ArgumentTypeError(
+            f"expected a positive number of seconds, such as 60, got {text}"
+        )
     return value
 
 

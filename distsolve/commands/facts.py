@@ -12,10 +12,9 @@ from distsolve import mpi
 from distsolve.mpi import device
 from distsolve.mpi.comm import default_chunk, resolve
 from distsolve.mpi.launcher import started_by
-from distsolve.mpi.library import load
+from distsolve.mpi.library import THREAD_LEVELS, load
 
 PACKAGES = ("distsolve", "jax", "jaxlib", "mpi4py", "numpy", "scipy")
-THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 # What XLA and OpenBLAS read for their number of threads; without any of them, the cores.
 XLA_THREADS = ("PJRT_NPROC", "NPROC")
 BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")

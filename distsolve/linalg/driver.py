@@ -49,7 +49,7 @@ import jax.numpy as jnp
 
 from distsolve.linalg import arguments, derivative, operators, ritz, trees
 from distsolve.linalg.info import Reason
-from distsolve.linalg.loop import Counting, Limits, Seen, Stop, Watch, report
+from distsolve.linalg.loop import Counting, Limits, Seen, Stop, Watch, first_of, report
 
 GROWTH = 10  # of the residual, beyond which a solve that ran out of steps keeps its start
 
@@ -259,17 +259,13 @@ def _cycle(method, A, M, b, limits, space, wanted, cost, s):
     # Either the method restarts, or it has done what it can and the true residual is not there.
     restarts, lied = state.event == Reason.RUNNING, state.event == Reason.CONVERGED
     progress = jnp.where(restarts, 1 - 10 * eps, 0.5).astype(unit.dtype) * s.residual_norm
-    reason = jnp.select(
-        [
-            limits.reached(residual_norm),
-            state.event > Reason.STAGNATED,
-            ~jnp.isfinite(residual_norm),
-            iterations >= limits.maxiter,
-            (residual_norm > progress) & ~limits.fixed,
-        ],
-        [Reason.CONVERGED, state.event, Reason.NONFINITE, limits.at_limit(), Reason.STAGNATED],
-        Reason.RUNNING,
-    ).astype(jnp.int32)
+    reason = first_of(
+        (limits.reached(residual_norm), Reason.CONVERGED),
+        (state.event > Reason.STAGNATED, state.event),
+        (~jnp.isfinite(residual_norm), Reason.NONFINITE),
+        (iterations >= limits.maxiter, limits.at_limit()),
+        ((residual_norm > progress) & ~limits.fixed, Reason.STAGNATED),
+    )
     broken = (reason == Reason.INDEFINITE_OPERATOR) | (reason == Reason.INDEFINITE_PRECONDITIONER)
     failed = (first.event == Reason.RUNNING) & (state.event >= Reason.INDEFINITE_OPERATOR)
     # A cycle whose steps were all rounding can make the residual worse: keep the better. That of

@@ -164,11 +164,11 @@ class GramOnTheFly(SRMatrix):
         parts = 2 if self.mode == "complex" else 1
 
         def add(sums, x, weights):
-            _, backward = self._derivative(x)
+            _, pull = self._derivative(x)
             picked = jnp.einsum(
                 "ab,i->abi", jnp.eye(parts, dtype=sums.dtype), weights.astype(sums.dtype)
             )
-            return sums + jax.vmap(backward)(picked)
+            return sums + jax.vmap(pull)(picked)
 
         sums = self._chunks(add, jnp.zeros((parts, self.size), self._vector_dtype))
         return mean_of(sums.ravel(), self._weight_here(), self.rows).reshape(sums.shape)
@@ -180,13 +180,13 @@ class GramOnTheFly(SRMatrix):
             shift = jnp.matmul(V, self.mean.T, precision=HIGHEST)
 
         def add(carry, x, weights):
-            forward, backward = self._derivative(x)
+            push, pull = self._derivative(x)
 
             def product(v, shift):
-                W = forward(v) - shift[:, None]
+                W = push(v) - shift[:, None]
                 weighted = W * weights[None].astype(v.dtype)
                 return (
-                    backward(weighted.conj()).conj(),
+                    pull(weighted.conj()).conj(),
                     jnp.sum(squared(W) * weights[None]),
                     weighted.sum(1),
                 )

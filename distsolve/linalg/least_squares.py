@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from distsolve.linalg import arguments, derivative, driver, operators, trees
 from distsolve.linalg.info import Reason
 from distsolve.linalg.krylov import minres
-from distsolve.linalg.loop import Counting, Limits, Seen, Stop, Watch, report
+from distsolve.linalg.loop import Counting, Limits, Seen, Stop, Watch, first_of, report
 
 
 class Problem(NamedTuple):
@@ -396,23 +396,13 @@ def _look(method, problem, b, x0, scales, limits, wanted, cost, before):
     optimal = (normal <= limits.tol * norm * damped) & jnp.isfinite(normal)  # NaN travels as inf
     met = (residual <= limits.threshold) | optimal
     helps = (residual < 0.9 * before.residual) | (normal < 0.9 * before.normal)
-    reason = jnp.select(
-        [
-            met & ~limits.fixed,
-            state.event > Reason.STAGNATED,
-            ~jnp.isfinite(residual + normal),
-            iterations >= limits.maxiter,
-            (state.event == Reason.STAGNATED) | ~helps,
-        ],
-        [
-            Reason.CONVERGED,
-            state.event,
-            Reason.NONFINITE,
-            limits.at_limit(),
-            Reason.STAGNATED,
-        ],
-        Reason.RUNNING,
-    ).astype(jnp.int32)
+    reason = first_of(
+        (met & ~limits.fixed, Reason.CONVERGED),
+        (state.event > Reason.STAGNATED, state.event),
+        (~jnp.isfinite(residual + normal), Reason.NONFINITE),
+        (iterations >= limits.maxiter, limits.at_limit()),
+        ((state.event == Reason.STAGNATED) | ~helps, Reason.STAGNATED),
+    )
     margin, looks = before.margin / 2, before.looks + 1
     return _Look(state, iterations, steps, looks, margin, residual, normal, condition, reason, seen)
 

@@ -1,5 +1,6 @@
 """What every loop over steps needs: its limits, equal on all ranks, what it shows, its report."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -79,12 +80,19 @@ class Limits(NamedTuple):
         ).astype(jnp.int32)
 
 
+def first_of(*outcomes: tuple[Any, Any]) -> jax.Array:
+    """Return the reason that stands beside the first condition that holds, or RUNNING, as int32."""
+    conditions, reasons = zip(*outcomes, strict=True)
+    codes = [jnp.asarray(reason, jnp.int32) for reason in (*reasons, Reason.RUNNING)]
+    return jnp.select(list(conditions), codes[:-1], codes[-1])
+
+
 class Watch(NamedTuple):
     """What the user wants to see of a solve."""
 
     history: int = 0
     progress: bool = False
-    callback: Any = None
+    callback: Callable[[int, float], Any] | None = None
 
 
 class Seen(NamedTuple):

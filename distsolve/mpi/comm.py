@@ -225,6 +225,15 @@ def set_chunk_bytes(nbytes: int | None) -> None:
     ----------
     nbytes : int or None
         Bytes, from 16 to 2**30. None goes back to each communicator's default.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `nbytes` is no integer, or out of range.
+
+    Communication
+    -------------
+    None. Reductions that are queued are finished first.
     """
     global _chunk_override
     wait_for_ordered()  # a queued reduction must not see another chunk than on the other ranks

@@ -40,7 +40,7 @@ HANDLERS = {
     for kind in (reductions, moments, movement, messages, nonblocking)
     for name, handler in kind.HANDLERS.items()
 }
-_THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 _SERIALIZED = 2
 
 
@@ -160,7 +160,7 @@ def _bind_mpi() -> Library:
     level = MPI.Query_thread()
     if level < _SERIALIZED:
         raise RuntimeError(
-            f"MPI was initialised with thread level {_THREAD_LEVELS[level]}, but XLA calls MPI "
+            f"MPI was initialised with thread level {THREAD_LEVELS[level]}, but XLA calls MPI "
             "from its own threads: at least SERIALIZED is needed. Put `import mpi4py; "
             'mpi4py.rc.thread_level = "multiple"` before the first import of mpi4py.MPI.'
         )

@@ -123,7 +123,7 @@ class _Exit:
 
     def __del__(self) -> None:
         global _failure
-        if sys._getframe().f_back is None:
+        if sys is not None and sys._getframe().f_back is None:  # None: modules are gone, too
             _failure = self.failure
 
 

@@ -23,7 +23,21 @@ from distsolve.mpi.operations import SUM, Op, check_op
 )
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A reduction that was started: a pytree of arrays, which loops may carry."""
+    """A reduction that was started: a pytree of arrays, which loops may carry.
+
+    Each rank has its own, of the calls that it made; it is waited for once.
+
+    Attributes
+    ----------
+    number : int64 array of shape ()
+        Which of this rank's outstanding reductions it is.
+    template : pytree of arrays
+        What the result looks like; the values are those of `x`, or anything.
+    comm : int
+        The number of the communicator.
+    op : Op
+        The operation.
+    """
 
     number: jax.Array
     template: Any

@@ -33,7 +33,6 @@ class Op(enum.IntEnum):
 SUM, PROD, MIN, MAX, LAND, LOR, LXOR, BAND, BOR, BXOR = Op
 
 _LOGICAL = (LAND, LOR, LXOR)
-_BITWISE = (BAND, BOR, BXOR)
 
 _REMEDY = {
     "bool": "use LAND, LOR or LXOR, or cast to an integer",

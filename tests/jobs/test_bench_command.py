@@ -2,10 +2,12 @@
 
 import csv
 import json
+import math
 import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,9 +24,9 @@ EDGE, SAMPLES, PARAMETERS, REPEATS = 20, 31, 12, 3
 CONDITIONS = {
     "date": "2020-02-03T04:05:06.789+00:00",
     "ranks": 1,
-    "nodes": [{"cpu": "Z80", "threads": {"XLA": 1}}],
+    "nodes": [{"cpu": "Z80", "ranks": [0], "cores": [0], "threads": {"XLA": 1}}],
     "device": "cpu",
-    "mpi": {"library": "MPI 7"},
+    "mpi": {"library": "MPI 7", "chunk": 4096},
     "versions": {"jax": "0.10"},
     "environment": {},
 }
@@ -194,8 +196,9 @@ def test_files_of_a_run(measured):
 def point(ranks, seconds, scaling="strong", case="cg", steps=40, size=64):
     parts = 0.5 * seconds, 0.125 * seconds, 0.375 * seconds
     around = 0.875 * seconds, 1.5 * seconds
+    method = "" if case == "allreduce" else "classic"
     return points.Point(
-        *(case, scaling, size, "m", 0, "x", ranks, steps, 5, seconds, *around),
+        *(case, scaling, size, method, 0, "x", ranks, steps, 5, seconds, *around),
         *(seconds, seconds, *parts, 2.0, 16.0, 4096),
     )
 
@@ -303,14 +306,57 @@ def test_default_sizes_that_do_not_fit_are_left_out():
     [
         ("{", "Expecting property name"),
         ('{"format": "other"}', "its format is 'other'"),
-        ('{"format": "distsolve bench 2", "points": [{}]}', "missing 20 required"),
-        (
-            json.dumps({"format": report.FORMAT, "points": [asdict(point(1, 1.0, case="lu"))]}),
-            "the unknown benchmark 'lu'",
-        ),
+        (f'{{"format": "{report.FORMAT}"}}', "it has no 'conditions'"),
     ],
 )
 def test_files_that_are_no_results(tmp_path, content, sentence):
+    refused(tmp_path, content, sentence)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"case": "lu"}, "the unknown benchmark 'lu'"),
+        ({"method": "jacobi"}, "method of cg is 'jacobi'"),
+        ({"method": ["classic"]}, "method is ['classic'], expected str"),
+        ({"scaling": ""}, "scaling of cg is ''"),
+        ({"parameters": 3}, "parameters of cg is 3"),
+        ({"case": "sr", "method": "kernel"}, "parameters of sr is 0"),
+        ({"seconds": math.nan}, "seconds is nan"),
+        ({"seconds": math.inf}, "seconds is inf"),
+        ({"seconds": 0}, "seconds is 0"),
+        ({"wait": -1.0}, "wait is -1.0"),
+        ({"upper": "1"}, "upper is '1', expected float"),
+        ({"ranks": 2.5}, "ranks is 2.5, expected int"),
+        ({"ranks": 10**30}, "ranks is 1000"),
+        ({"steps": None}, "steps is None, expected int"),
+        ({"more": 1}, "unexpected keyword argument 'more'"),
+    ],
+)
+def test_points_that_are_no_results(tmp_path, changed, sentence):
+    content = {"conditions": CONDITIONS, "points": [asdict(point(1, 1.0)) | changed]}
+    refused(tmp_path, json.dumps({"format": report.FORMAT} | content), sentence)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        (None, "conditions is None, expected dict"),
+        ({"date": 7}, "date is 7, expected str"),
+        ({"nodes": []}, "nodes is empty"),
+        ({"nodes": [CONDITIONS["nodes"][0] | {"cores": []}]}, "cores is empty"),
+        ({"nodes": [{"ranks": [0]}]}, "an entry of nodes has no 'cores'"),
+        ({"mpi": {"library": "MPICH", "chunk": 0}}, "chunk is 0"),
+        ({"versions": "new"}, "versions is 'new', expected dict"),
+    ],
+)
+def test_conditions_that_are_no_results(tmp_path, changed, sentence):
+    conditions = changed and CONDITIONS | changed
+    content = {"conditions": conditions, "points": [asdict(point(1, 1.0))]}
+    refused(tmp_path, json.dumps({"format": report.FORMAT} | content), sentence)
+
+
+def refused(tmp_path, content, sentence):
     path = tmp_path / "bench-1.json"
     path.write_text(content)
     given = {"case": "cg", "sizes": [4], "scaling": "weak", "method": None, "parameters": None}
@@ -325,14 +371,20 @@ def test_folders_that_cannot_be_used(tmp_path, capsys):
     (tmp_path / "file").touch()
     given = {"case": "cg", "sizes": [4], "scaling": "weak", "method": None, "parameters": None}
     options = Namespace(**given, output=tmp_path / "file")
-    with pytest.raises(InputError, match=r"^--output .*file: cannot be made"):
+    with pytest.raises(InputError, match=r"^--output .*file: expected a folder"):
+        bench._check(options, 1)
+    options.output = Path("/proc/self")  # where even root writes nothing
+    with pytest.raises(InputError, match=r"^--output /proc/self: expected a folder that can be"):
         bench._check(options, 1)
     for changed, sentence in (
         ({}, "there are no results"),
         ({"case": "cg"}, "measures nothing, and takes no benchmark"),
+        ({"method": "pipelined"}, "measures nothing"),
+        ({"parameters": 7}, "measures nothing"),
         ({"merge": tmp_path / "absent"}, "no such folder"),
     ):
-        given = {"case": None, "sizes": None, "output": None, "merge": tmp_path} | changed
+        names = ("case", "sizes", "output", "method", "parameters")
+        given = dict.fromkeys(names) | {"merge": tmp_path} | changed
         assert bench.run(Namespace(**given)) == 2
         assert f"error: --merge {given['merge']}: {sentence}" in capsys.readouterr().err
 

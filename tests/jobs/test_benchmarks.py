@@ -65,9 +65,11 @@ def write_runs(folder):
             "date": f"2020-02-0{ranks}T04:05:06.789+00:00",
             "command": "bin/python -m distsolve bench poisson",
             "ranks": ranks,
-            "nodes": [{"name": "a node", "cpu": "Z80", "ranks": [0]}],
-            "mpi": {"library": "MPI 7, of a vendor"},
+            "nodes": [{"cpu": "Z80", "ranks": [0], "cores": [0], "threads": {}}],
+            "device": "cpu",
+            "mpi": {"library": "MPI 7, of a vendor", "chunk": 4096},
             "versions": {"jax": "0.10", "distsolve": "7.8"},
+            "environment": {},
         }
         report.write(folder, report.Run(conditions, [Point(*key, **times, **counted)]))
 

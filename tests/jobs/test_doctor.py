@@ -401,4 +401,5 @@ def test_a_time_limit_that_is_none(text, capsys):
     doctor.add(parser.add_subparsers())
     with pytest.raises(SystemExit):
         parser.parse_args(["doctor", "--timeout", text])
-    assert "--timeout" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"--timeout: expected a positive number of seconds, such as 60, got {text}" in error

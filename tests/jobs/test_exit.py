@@ -116,7 +116,7 @@ def test_one_rank_raises_while_the_other_waits(waiting, raising, tmp_path):
     ended = time.time()
     assert done.returncode != 0
     assert not done.timed_out
-    assert ended - float(left.read_text()) < 10.0
+    assert ended - float(left.read_text()) < 20.0
     assert "rank 1 of 2: uncaught exception" in done.stderr
     assert "rank 1: " in done.stderr
     assert "no such molecule" in done.stderr
@@ -151,7 +151,7 @@ else:
     )
     done = run_ranks(program, np=2)
     assert done.returncode != 0
-    assert done.seconds < 30
+    assert "Timeout (" not in done.stderr  # of the job's own time limit
     assert "MPI_Recv failed on rank 1 of 2" in done.stderr
     assert "rank 1 of 2: uncaught exception" in done.stderr
 
@@ -159,7 +159,11 @@ else:
 @pytest.mark.parametrize("end", ["raise SystemExit(0)", "sys.exit(3)"])
 def test_exit_status_of_all_ranks_is_kept(end):
     """Also where they do not end at one moment."""
-    done = run_ranks(f"{HEADER}mpi.allreduce(1.0)\ntime.sleep(rank)\n{end}\n", np=2)
+    done = run_ranks(
+        f"{HEADER}mpi.allreduce(1.0)\ntime.sleep(rank)\n{end}\n",
+        np=2,
+        env={"DISTSOLVE_EXIT_GRACE": "30"},
+    )
     assert str(done.returncode) in end
     assert "Traceback" not in done.stderr
     assert "ending the job" not in done.stderr
@@ -185,7 +189,7 @@ jax.block_until_ready(reduce(x))
 
 
 def test_an_exit_without_failure_leaves_the_others_alone():
-    """One that was caught, or came in another thread, is none."""
+    """One that was caught, also where it is kept, or came in another thread, is none."""
     program = (
         HEADER
         + """
@@ -195,7 +199,8 @@ if rank == 1:
     _thread.start_new_thread(sys.exit, (3,))
     try:
         sys.exit(3)
-    except SystemExit:
+    except SystemExit as error:
+        kept = error
         time.sleep(0.5)
     sys.exit(0)
 time.sleep(2)
@@ -204,6 +209,7 @@ print("went on", flush=True)
     )
     done = run_ranks(program, np=2, env={"DISTSOLVE_EXIT_GRACE": "0.5"}).check()
     assert done.stdout == "went on\n"
+    assert "ignored" not in done.stderr
 
 
 @pytest.mark.above_mpi
@@ -230,7 +236,7 @@ if rank == {late}:
     time.sleep(5)
 """
     )
-    assert run_ranks(program, np=2).check().seconds < 30
+    run_ranks(program, np=2).check()
 
 
 def test_rank_that_raises_before_its_first_call_ends_the_job():

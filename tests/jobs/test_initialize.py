@@ -125,8 +125,8 @@ def wrong(server, token):
     answer(server, bytes(16))
 
 rendezvous._answer = lambda server, token: None
-refused(ConnectionError, "Rank 0 did not reach rank 0 at 127.0.0.1:", "within 0.5 s: timed out",
-        timeout=0.5)
+refused(ConnectionError, "Rank 0 did not reach rank 0 at 127.0.0.1:", "within 2 s: timed out",
+        timeout=2)
 rendezvous._answer = wrong
 refused(ConnectionError, "at 127.0.0.1:", "another program answers there")
 rendezvous._answer = stranger

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -197,17 +198,21 @@ def _check(options, ranks):
     if options.output:
         try:
             options.output.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=options.output):
+                pass
         except OSError as error:
-            raise InputError(f"--output {options.output}: cannot be made: {error}.") from error
+            raise InputError(
+                f"--output {options.output}: expected a folder that can be written: {error}."
+            ) from error
         report.read(options.output)
 
 
 def _merge(options):
     try:
-        if options.case or options.sizes or options.output:
+        if options.case or options.sizes or options.output or options.method or options.parameters:
             raise InputError(
-                f"--merge {options.merge}: measures nothing, and takes no benchmark, --sizes or "
-                "--output. Leave these out."
+                f"--merge {options.merge}: measures nothing, and takes no benchmark, --sizes, "
+                "--method, --parameters or --output. Leave these out."
             )
         print("\n".join(report.merge(options.merge)))
     except InputError as error:

@@ -22,6 +22,21 @@ from distsolve.mpi.comm import live
 
 FORMAT = "distsolve bench 2"
 COLUMNS = [field.name for field in fields(Point)]
+# What is read of a file: the type of a value, the entries of a dictionary, or those of a list that
+# is not empty. A float may be written without a point.
+POINT = {field.name: field.type for field in fields(Point)}
+NODE = {"ranks": [int], "cores": [int], "threads": dict, "cpu": str}
+CONDITIONS = {
+    "date": str,
+    "ranks": int,
+    "nodes": [NODE],
+    "device": str,
+    "versions": dict,
+    "mpi": {"library": str, "chunk": int},
+    "environment": dict,
+}
+POSITIVE = ("size", "ranks", "repeats", "seconds", "lower", "upper", "minimum", "average", "chunk")
+MOST = 2**63  # larger numbers are none of what is measured
 
 
 class Run(NamedTuple):
@@ -85,15 +100,49 @@ def read(folder: Path) -> list[Run]:
             content = json.loads(path.read_text())
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']!r}, expected {FORMAT!r}")
-            points = [Point(**record) for record in content["points"]]
-            if unknown := {point.case for point in points} - set(CASES):
-                raise ValueError(f"it has the unknown benchmark {min(unknown)!r}")
+            _check(content, {"conditions": CONDITIONS, "points": list}, "it")
+            points = [_point(record) for record in content["points"]]
             runs.append(Run(content["conditions"], points))
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"{path}: cannot be read as results of `distsolve bench`: {error}. Move it away."
             ) from error
     return sorted(runs, key=lambda run: run.conditions["date"])
+
+
+def _point(record: Any) -> Point:
+    _check(record, POINT, "a point")
+    point = Point(**record)
+    if point.case not in CASES:
+        raise ValueError(f"it has the unknown benchmark {point.case!r}")
+    case = CASES[point.case]
+    scalings = ("strong", "weak") if case.is_solve else ("",)
+    for name, known in (("method", case.methods or ("",)), ("scaling", scalings)):
+        if getattr(point, name) not in known:
+            raise ValueError(f"{name} of {point.case} is {getattr(point, name)!r}")
+    if (point.parameters > 0) != case.has_parameters:
+        raise ValueError(f"parameters of {point.case} is {point.parameters}")
+    return point
+
+
+def _check(value: Any, shape: Any, name: str) -> None:
+    """Raise ValueError, with the name of the value, unless it has a shape such as `CONDITIONS`."""
+    kind = shape if isinstance(shape, type) else type(shape)
+    is_kind = isinstance(value, (int, float) if kind is float else kind)
+    if not is_kind:
+        raise ValueError(f"{name} is {value!r}, expected {kind.__name__}")
+    if kind in (int, float) and not (0 <= value < MOST and (value or name not in POSITIVE)):
+        raise ValueError(f"{name} is {value}")
+    if isinstance(shape, list):
+        if not value:
+            raise ValueError(f"{name} is empty")
+        for entry in value:
+            _check(entry, shape[0], f"an entry of {name}")
+    elif isinstance(shape, dict):
+        for key, inner in shape.items():
+            if key not in value:
+                raise ValueError(f"{name} has no {key!r}")
+            _check(value[key], inner, key)
 
 
 def merge(folder: Path, shown: Container[Key] | None = None) -> list[str]:

@@ -80,7 +80,7 @@ def fit(found: list[Sample], machine: Machine) -> Fit:
     sums = [sample for sample in found if sample.point.case == "allreduce"]
     known = _network(sums) | _products([sample for sample in found if sample.point.case == "sr"])
     assumed = [name for name in NAMES if name not in known]
-    machine = dataclasses.replace(machine, measured=True, **known)
+    machine = dataclasses.replace(machine, measured=bool(known), **known)
     return Fit(machine, assumed, [Residual(s, modelled(s, machine)) for s in found])
 
 

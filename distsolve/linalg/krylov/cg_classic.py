@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from distsolve.linalg import driver, order, ritz, trees
 from distsolve.linalg.info import Reason
+from distsolve.linalg.loop import first_of
 from distsolve.linalg.space import Space
 
 # A step: products with A, reductions of inner products (for vectors in pieces), agreements on
@@ -86,23 +87,11 @@ def judge(
     Products that vanish with the residual prove nothing, hence the comparisons with the floor.
     """
     finite = jnp.isfinite(pAp) & jnp.isfinite(rz) & jnp.isfinite(rr)
-    return jnp.select(
-        [
-            ~finite,
-            (pAp <= 0) & (rr_old > aim.floor),
-            rr <= aim.target,
-            (rz <= 0) & (rr > aim.floor),
-        ],
-        [
-            jnp.full((), reason, jnp.int32)
-            for reason in (
-                Reason.NONFINITE,
-                Reason.INDEFINITE_OPERATOR,
-                Reason.CONVERGED,
-                Reason.INDEFINITE_PRECONDITIONER,
-            )
-        ],
-        jnp.full((), Reason.RUNNING, jnp.int32),
+    return first_of(
+        (~finite, Reason.NONFINITE),
+        ((pAp <= 0) & (rr_old > aim.floor), Reason.INDEFINITE_OPERATOR),
+        (rr <= aim.target, Reason.CONVERGED),
+        ((rz <= 0) & (rr > aim.floor), Reason.INDEFINITE_PRECONDITIONER),
     )
 
 

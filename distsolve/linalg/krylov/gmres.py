@@ -7,6 +7,7 @@ takes one for every vector. Preconditioned from the right, so that the residual 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jax.typing import ArrayLike
 
 from distsolve.linalg import arguments, driver, ritz, trees
 from distsolve.linalg.info import Info, Reason
-from distsolve.linalg.loop import ROUNDING, agree_to_move
+from distsolve.linalg.loop import ROUNDING, agree_to_move, first_of
 from distsolve.linalg.space import Space
 
 # As in `cg`. The vectors held are the basis, of one more than `restart`, and one to work in.
@@ -146,15 +147,10 @@ def rotation(
 
 def judge(finite: Any, useful: Any, rr: jax.Array, aim: driver.Aim) -> jax.Array:
     """Return what a step has come to: the worst that applies, unless it got there."""
-    outcomes = [
+    return first_of(
         (~finite, Reason.NONFINITE),
         (rr <= aim.target, Reason.CONVERGED),
         (~useful & (aim.target >= 0), Reason.STAGNATED),
-    ]
-    return jnp.select(
-        [condition for condition, _ in outcomes],
-        [jnp.full((), reason, jnp.int32) for _, reason in outcomes],
-        jnp.full((), Reason.RUNNING, jnp.int32),
     )
 
 
@@ -187,7 +183,7 @@ def gmres(
     args: tuple[Any, ...] = (),
     history: int = 0,
     progress: bool = False,
-    callback: Any = None,
+    callback: Callable[[int, float], Any] | None = None,
 ) -> tuple[Any, Info]:
     """Solve ``A x = b`` for any linear ``A`` by generalised minimal residuals.
 

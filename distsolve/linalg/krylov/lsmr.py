@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from distsolve.linalg import arguments, least_squares, trees
 from distsolve.linalg.info import Info, Reason
 from distsolve.linalg.least_squares import Aim, Problem
-from distsolve.linalg.loop import ROUNDING, agree_to_move
+from distsolve.linalg.loop import ROUNDING, agree_to_move, first_of
 from distsolve.linalg.space import Replicated, Sharded, Space
 
 # A step: as in `cg`, and a product with the adjoint. The two reductions are a norm in each space.
@@ -151,16 +151,11 @@ def step(problem: Problem, aim: Aim, s: State) -> State:
 
 def judge(residual: Any, normal: Any, norm: Any, dependent: Any, aim: Aim) -> jax.Array:
     """Return what a step has come to: the rules of the paper, in the order of the codes."""
-    outcomes = [
+    return first_of(
         (~jnp.isfinite(residual + normal + norm), Reason.NONFINITE),
         (residual <= aim.residual, Reason.CONVERGED),
         ((normal <= aim.normal * norm * residual) & (aim.normal >= 0), Reason.CONVERGED),
         (dependent & (aim.normal >= 0), Reason.STAGNATED),
-    ]
-    return jnp.select(
-        [condition for condition, _ in outcomes],
-        [jnp.full((), reason, jnp.int32) for _, reason in outcomes],
-        jnp.full((), Reason.RUNNING, jnp.int32),
     )
 
 

@@ -9,6 +9,7 @@ space: its residual falls on, while that of x, of at least eps ||A|| ||x||, does
 ends where the second is the larger, with the x for which their sum was least.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax.typing import ArrayLike
 from distsolve.linalg import arguments, driver, ritz, trees
 from distsolve.linalg.info import Info, Reason
 from distsolve.linalg.krylov.cg_classic import decide
-from distsolve.linalg.loop import ROUNDING, agree_to_move
+from distsolve.linalg.loop import ROUNDING, agree_to_move, first_of
 from distsolve.linalg.space import Space
 
 # As in `cg`. With a preconditioner two vectors more are held: its products, and the residual.
@@ -202,16 +203,11 @@ def judge(
 ) -> jax.Array:
     """Return what a step has come to: the worst that applies, unless it got there."""
     fixed = aim.target < 0
-    outcomes = [
+    return first_of(
         (~finite, Reason.NONFINITE),
         (indefinite, Reason.INDEFINITE_PRECONDITIONER),
         (rr <= aim.target, Reason.CONVERGED),
         (unreachable & ~fixed, Reason.STAGNATED),
-    ]
-    return jnp.select(
-        [condition for condition, _ in outcomes],
-        [jnp.full((), reason, jnp.int32) for _, reason in outcomes],
-        jnp.full((), Reason.RUNNING, jnp.int32),
     )
 
 
@@ -231,7 +227,7 @@ def minres(
     args: tuple[Any, ...] = (),
     history: int = 0,
     progress: bool = False,
-    callback: Any = None,
+    callback: Callable[[int, float], Any] | None = None,
 ) -> tuple[Any, Info]:
     """Solve ``A x = b`` for a Hermitian ``A``, which may be indefinite or singular.
 

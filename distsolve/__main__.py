@@ -25,14 +25,17 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status, the same on all ranks.
     """
     parser = argparse.ArgumentParser(prog="python -m distsolve", description="Tools of distsolve.")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(subparsers)
     with contextlib.ExitStack() as stack:
         if not _is_first():  # all ranks read the same line: one of them explains what is wrong
             stack.enter_context(contextlib.redirect_stdout(None))
             stack.enter_context(contextlib.redirect_stderr(None))
-        options = parser.parse_args(arguments)
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            # Not the parser's own message, which shows nothing of what the command knows.
+            subparsers.choices[options.command].error(f"unknown: {' '.join(unknown)}")
     return options.run(options)
 
 

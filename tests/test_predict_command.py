@@ -198,7 +198,8 @@ def test_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--runs", "nowhere"], "--runs nowhere: there is no run of allreduce on several ranks"),
+        (["--runs", "nowhere"], "--runs nowhere: no such folder"),
+        (["--runs", "."], "--runs .: there is no run of allreduce on several ranks"),
         (["--memory", "-1"], "--memory -1: expected a positive number of GB"),
         (["--memory", "inf"], "--memory inf: expected a positive number of GB"),
         (["--output", "/proc/self/none"], "--output /proc/self/none: the prediction cannot be"),
@@ -216,6 +217,15 @@ def test_a_number_that_is_none(text, capsys):
     error = capsys.readouterr().err
     assert "argument --samples: expected a positive integer below 2**31" in error
     assert f"got {text!r}" in error
+
+
+def test_an_option_that_there_is_not(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*COMMAND, "--rank", "8", "--sample-size", "9"])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "error: unknown: --sample-size 9" in error
+    assert "--samples" in error  # what there is
 
 
 def test_without_runs_all_is_assumed(capsys):

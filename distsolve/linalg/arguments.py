@@ -60,6 +60,8 @@ def like_b(x, b, name):
 def require_same(out, b, name, remedy, like="`b`"):
     """Raise unless ``out`` has the tree structure, shapes and dtypes of ``b``, called ``like``."""
     structure: Any = jax.tree.structure(b)
+    if out is None:
+        raise TypeError(f"{name} is None: is a `return` missing? {remedy}")
     if structure != jax.tree.structure(out):
         raise TypeError(
             f"{name} must have the structure of {like}: expected {structure}, "

@@ -51,9 +51,9 @@ ADVICE = {
     "(a missing, doubled or unscaled allreduce in `A`), vectors in pieces without space=Sharded(), "
     "and a singular `A`, for which minres is made; otherwise add a larger shift to `A`.",
     Reason.NONFINITE: "Check that each is finite on every rank. If they "
-    "are, `A` may lack its allreduce: see with `distsolve.check_replicated(A(b))` in a "
-    "Replicated space. Else `A` is probably singular and the system has no solution: add a shift "
-    "to `A`.",
+    "are, `A` may lack its allreduce: see with `distsolve.check_replicated(A(b))` (of a matrix, "
+    "`A @ b`) in a Replicated space. Else `A` is probably singular and the system has no solution: "
+    "add a shift to `A`.",
 }
 
 

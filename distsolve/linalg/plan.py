@@ -161,7 +161,8 @@ def plan(
     sizes |= {} if iterations is None else {"iterations": iterations}
     for name, value in sizes.items():
         if not arguments.is_int(value) or value < 1:
-            raise ValueError(f"`{name}` must be a positive integer: got {value!r}.")
+            found = f"shape {value.shape}" if getattr(value, "shape", ()) else repr(value)
+            raise ValueError(f"`{name}` must be a positive integer: got {found}.")
     dtype = _float_dtype(jnp.zeros(()).dtype if dtype is None else dtype)
     largest = -(-samples // ranks)
     machine = machine_of(rows)

@@ -19,4 +19,4 @@ for _ in range(20):
 x.block_until_ready()
 slowest = mpi.allreduce((time.perf_counter() - start) / 20, mpi.MAX)
 if mpi.rank() == 0:
-    print(f"{mpi.size()} ranks: {1e3 * float(slowest):.2f} ms per step")
+    print(f"P = {mpi.size()}: {1e3 * float(slowest):.2f} ms per step")

@@ -267,6 +267,7 @@ BAD = {
         "case": "allreduce",
         "method": "cg",
     },
+    "--weak: of solves; allreduce": {"case": "allreduce", "scaling": "weak"},
     "--sizes: size 30000 of cg: a matrix of 3600000000 rows": {
         "sizes": [30000],
         "scaling": "weak",

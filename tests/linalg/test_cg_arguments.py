@@ -44,6 +44,7 @@ FAULTS = {
         ValueError,
         ["`A(b)`", "(3,)", "(2,)", "must map"],
     ),
+    "A without a return": ((lambda v: None, ONES), {}, TypeError, ["`A(b)` is None", "`return`"]),
     "A of another structure": (
         (lambda p: [p], ONES),
         {},

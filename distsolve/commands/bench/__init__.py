@@ -192,6 +192,8 @@ def _check(options, ranks):
         raise InputError(
             f"--parameters {options.parameters}: {options.case} has none, so leave it out."
         )
+    if options.case and options.scaling == "weak" and not CASES[options.case].is_solve:
+        raise InputError(f"--weak: of solves; {options.case} is of a size on each rank anyway.")
     plan, faults = _plan(options, ranks)
     if faults and (options.sizes or not plan):
         raise InputError(f"--sizes: {faults[0]}.")

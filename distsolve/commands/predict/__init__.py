@@ -115,6 +115,8 @@ def _predict(options):
 
 def _fit(options) -> Fit:
     machine = Machine(chunk=options.chunk)
+    if options.runs and not options.runs.is_dir():
+        raise InputError(f"--runs {options.runs}: no such folder. Name the --output of `bench`.")
     found = samples(report.read(options.runs)) if options.runs else []
     if options.runs and not found:
         raise InputError(

@@ -157,7 +157,7 @@ def plan(
     """
     rows = Sharded(comm)
     ranks = rows.ranks() if ranks is None else ranks
-    sizes = {"samples": samples, "parameters": parameters, "ranks": ranks}
+    sizes: dict[str, Any] = {"samples": samples, "parameters": parameters, "ranks": ranks}
     sizes |= {} if iterations is None else {"iterations": iterations}
     for name, value in sizes.items():
         if not arguments.is_int(value) or value < 1:

@@ -52,9 +52,11 @@ print("Python", platform.python_version(), *(f"{name} {version(name)}" for name 
 """
 
 
-def is_path(text: str) -> bool:
-    """Return whether an argument names a test file, a folder or a test in a file."""
-    return (ROOT / text.partition("::")[0]).exists()
+def path_of(text: str) -> str:
+    """Return the path below the root that an argument names, with its test; "" if it names none."""
+    name, colons, test = text.partition("::")
+    path = ROOT / name
+    return f"{os.path.relpath(path, ROOT)}{colons}{test}" if path.exists() else ""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Cell:
 
     def paths(self, arguments: list[str]) -> list[str]:
         """Return the test paths of this cell: what is asked for in its folder, or all of that."""
-        asked = [text for text in arguments if is_path(text)] or ["tests"]
+        asked = list(filter(None, map(path_of, arguments))) or ["tests"]
         if self.part == "primitives":
             return [text for text in asked if not text.startswith((JOBS, SOLVERS))]
         folder = SOLVERS if self.part else JOBS
@@ -99,7 +101,7 @@ class Cell:
 
     def run(self, arguments: list[str], seconds: float) -> Finished:
         """Run this cell."""
-        arguments = [text for text in arguments if not is_path(text)] + self.paths(arguments)
+        arguments = [text for text in arguments if not path_of(text)] + self.paths(arguments)
         environment = job_environment(self.mpi, {"DISTSOLVE_TEST_MPI": self.mpi})
         if self.is_quick:
             environment |= quick.variables(self.compiled)
@@ -200,14 +202,16 @@ def cells(options: argparse.Namespace) -> list[Cell]:
             else:
                 parts = ["primitives", "solvers"]
             for part in parts:
-                cases = "first"
-                if is_first and (once or number in (0, 2)):
-                    cases = "all"
-                elif is_first and part == "primitives":
-                    cases = "values"
-                cases = options.cases or cases
+                cases = options.cases or cases_of(is_first, number, once, part)
                 found.append(Cell(end, python, mpi, number, part, once, select, is_quick, cases))
     return found
+
+
+def cases_of(in_first: bool, ranks: int, once: bool, part: str) -> str:
+    """Return how many cases of each test run in a cell."""
+    if in_first and (once or ranks in (0, 2)):
+        return "all"
+    return "values" if in_first and part == "primitives" else "first"
 
 
 def run_all(matrix: list[Cell], options: argparse.Namespace) -> Counter[str]:

@@ -233,6 +233,7 @@ def test_without_runs_all_is_assumed(capsys):
     text = capsys.readouterr().out
     assert text.count("(assumed)") == len(fitting.NAMES)
     assert "(fitted)" not in text
+    assert not fitting.fit([], Machine()).machine.measured
     assert "800 parameters, float32, 100 cg steps" in text
 
 

@@ -15,6 +15,7 @@ import jax
 from distsolve import mpi
 from distsolve.commands import facts, findings, selftest
 from distsolve.commands.findings import plural, spans
+from distsolve.commands.options import number
 from distsolve.mpi.comm import live
 from distsolve.mpi.launcher import is_first, mismatch
 
@@ -45,15 +46,8 @@ def add(subparsers: Any) -> None:
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(
-            f"expected a positive number of seconds, such as 60, got {text}"
-        )
-    return value
+    expected = "a positive number of seconds, such as 60"
+    return number(text, float, lambda value: 0 < value <= threading.TIMEOUT_MAX, expected)
 
 
 def run(options: argparse.Namespace) -> int:

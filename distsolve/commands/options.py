@@ -1,22 +1,30 @@
 """What several commands read from their command lines."""
 
 import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
 
 
-def positive(text: str) -> int:
-    """Return a positive integer, as argparse's `type`.
+def number(text: str, kind: type[Number], fits: Callable[[Number], bool], expected: str) -> Number:
+    """Return the number that a text is.
 
     Raises
     ------
     argparse.ArgumentTypeError
-        For other text, and for numbers that no int32 holds.
+        For other text, and for numbers that do not fit.
     """
     try:
-        value = int(text)
+        value = kind(text)
     except ValueError:
-        value = 0
-    if not 0 < value < 2**31:
-        raise argparse.ArgumentTypeError(
-            f"expected a positive integer below 2**31, such as 100: got {text!r}"
-        )
+        value = None
+    if value is None or not fits(value):
+        raise argparse.ArgumentTypeError(f"expected {expected}: got {text!r}")
     return value
+
+
+def positive(text: str) -> int:
+    """Return a positive integer that an int32 holds, as argparse's `type`."""
+    expected = "a positive integer below 2**31, such as 100"
+    return number(text, int, lambda value: 0 < value < 2**31, expected)

@@ -14,7 +14,7 @@ import scipy.io
 
 from distsolve import linalg, mpi
 from distsolve.commands.matrix_market import read_system
-from distsolve.commands.options import positive
+from distsolve.commands.options import number, positive
 from distsolve.commands.together import InputError, agreed, agreed_on_rank_0
 from distsolve.linalg.trees import DTYPES
 
@@ -81,13 +81,8 @@ def add(subparsers: Any) -> None:
 
 
 def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, such as 1e-8, got {text}")
-    return value
+    expected = "a number from 0 to 1, such as 1e-8"
+    return number(text, float, lambda value: 0 <= value < 1, expected)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -29,8 +29,8 @@ class Request:
 
     Attributes
     ----------
-    number : int64 array of shape ()
-        Which of this rank's outstanding reductions it is.
+    number : uint32 array of shape (2,)
+        The halves of a 64-bit number: which of this rank's outstanding reductions it is.
     template : pytree of arrays
         What the result looks like; the values are those of `x`, or anything.
     comm : int

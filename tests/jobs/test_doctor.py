@@ -402,4 +402,4 @@ def test_a_time_limit_that_is_none(text, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["doctor", "--timeout", text])
     error = capsys.readouterr().err
-    assert f"--timeout: expected a positive number of seconds, such as 60, got {text}" in error
+    assert f"--timeout: expected a positive number of seconds, such as 60: got {text!r}" in error

@@ -21,10 +21,10 @@ from distsolve.commands.together import InputError
 from distsolve.mpi.comm import live
 
 FORMAT = "distsolve bench 2"
-COLUMNS = [field.name for field in fields(Point)]
 # What is read of a file: the type of a value, the entries of a dictionary, or those of a list that
 # is not empty. A float may be written without a point.
 POINT = {field.name: field.type for field in fields(Point)}
+COLUMNS = list(POINT)
 NODE = {"ranks": [int], "cores": [int], "threads": dict, "cpu": str}
 CONDITIONS = {
     "date": str,

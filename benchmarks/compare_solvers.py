@@ -62,7 +62,7 @@ def measurements():
     """Contenders by measurement; rows 9 and 10 read two figures of the same runs."""
     return {
         "large": sr_solve(2048, 20_000, 20),
-        "short": sr_solve(256, 9_245, 50),
+        "short": sr_solve(256, 9_245, 100),
         "wide": sr_solve(512, 43_300, 50),
         "counted": sr_solve(256, 2000, 200, names=SOLVERS),
         "product": {

@@ -118,6 +118,26 @@ def _without_losing_tokens(executable, params):
 pxla.MeshExecutable.create_cpp_call = _without_losing_tokens  # type: ignore[method-assign]
 
 
+# JAX waits for the token of the last program, and then puts a new one onto the device, which costs
+# as much as the rest of a call. Where the token is on the device already it can be passed on.
+_token_input = dispatch.RuntimeTokenSet.get_token_input
+
+
+def _token_where_it_is(tokens, effect, devices):
+    token = tokens.current_tokens.get(effect)
+    if effect != ordered_effect or token is None or token._buf.devices() != set(devices):
+        return _token_input(tokens, effect, devices)
+    try:
+        token.block_until_ready()
+    except Exception:
+        forget_failed_tokens()
+        raise
+    return token
+
+
+dispatch.RuntimeTokenSet.get_token_input = _token_where_it_is  # type: ignore[method-assign]
+
+
 def is_tracing() -> bool:
     """Whether a transformation or a compilation is being traced right now."""
     return not core.trace_ctx.is_top_level()

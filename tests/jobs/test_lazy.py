@@ -42,6 +42,25 @@ print("alone")
     assert "alone" in run_alone(program).stdout
 
 
+TWO_DEVICES = """
+import jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 2)
+from distsolve import mpi
+
+add = jax.jit(lambda x: mpi.allreduce(x))
+for i in (0, 1, 1, 0):
+    x = jax.device_put(jnp.arange(3.0), jax.devices()[i])
+    y = add(x)
+    assert y.devices() == x.devices() and (y == x).all(), y
+print("both")
+"""
+
+
+@pytest.mark.above_mpi
+def test_programs_may_take_turns_on_two_devices():
+    assert "both" in run_alone(TWO_DEVICES).stdout
+
+
 WITHOUT_MPI = """
 import sys
 sys.modules["mpi4py"] = None  # not even installed

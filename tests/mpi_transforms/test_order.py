@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import dispatch
 from spmd import agree, assert_allclose, ranks
 
 from distsolve import mpi
@@ -180,6 +181,36 @@ def test_programs_in_flight_keep_their_order():
     results = [(gather(float(i)), reduce(float(i))) for i in range(50)]
     for i, (gathered, largest) in enumerate(results):
         agree(bool(jnp.all(gathered == i)) and gathered.shape == (size,) and largest == i)
+
+
+def test_the_token_of_a_program_is_that_of_the_next(monkeypatch):
+    """JAX would put a new one onto the device for each, which takes as long as all the rest."""
+    add = jax.jit(lambda x: mpi.allreduce(x))
+    add(1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(dispatch.api, "device_put", None)
+        y = add(2.0)
+    assert_allclose(y, 2.0 * ranks().size)
+
+
+def test_a_failure_in_the_background_is_told_once(world):
+    """By its result where there is one, by the next program otherwise; then all is well."""
+    comm = world.Dup()
+    add = jax.jit(lambda x: mpi.allreduce(x))
+    fail_late = jax.jit(lambda m: mpi.send(jnp.sum(m @ m), mpi.PROC_NULL, comm=comm))
+    matrix = jnp.ones((500, 500))
+    fail_late(matrix)
+    jax.block_until_ready(add(1.0))
+    comm.Free()
+    told = 0
+    try:
+        fail_late(matrix)
+        add(1.0)
+    except jax.errors.JaxRuntimeError as error:
+        told += "has been freed" in str(error)
+    agree(told == 1)
+    for x in (2.0, 3.0):
+        assert_allclose(add(x), x * ranks().size)
 
 
 def test_checkpoint_does_not_repeat_a_call():

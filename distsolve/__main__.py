@@ -3,12 +3,20 @@
 import argparse
 import contextlib
 import sys
+from typing import Any
 
 from distsolve import mpi
 from distsolve.commands import bench, doctor, predict, solve
 
 # Each has `add(subparsers)`, which sets `run`, a function of the options that returns the status.
 COMMANDS = (bench, doctor, predict, solve)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses names in part, which would mean something else once there is another option."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     int
         The exit status, the same on all ranks.
     """
-    parser = argparse.ArgumentParser(prog="python -m distsolve", description="Tools of distsolve.")
+    parser = _Parser(prog="python -m distsolve", description="Tools of distsolve.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(subparsers)

@@ -7,7 +7,9 @@ from typing import TypeVar
 Number = TypeVar("Number", int, float)
 
 
-def number(text: str, kind: type[Number], fits: Callable[[Number], bool], expected: str) -> Number:
+def number(
+    text: str, kind: Callable[[str], Number], fits: Callable[[Number], bool], expected: str
+) -> Number:
     """Return the number that a text is.
 
     Raises
@@ -26,5 +28,15 @@ def number(text: str, kind: type[Number], fits: Callable[[Number], bool], expect
 
 def positive(text: str) -> int:
     """Return a positive integer that an int32 holds, as argparse's `type`."""
-    expected = "a positive integer below 2**31, such as 100"
-    return number(text, int, lambda value: 0 < value < 2**31, expected)
+    expected = "a positive integer below 2**31, such as 100 or 1e5"
+    return number(text, _integer, lambda value: 0 < value < 2**31, expected)
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        value = float(text)
+        if not value.is_integer():
+            raise
+        return int(value)

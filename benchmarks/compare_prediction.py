@@ -3,7 +3,7 @@
 The model is fitted to runs on 2 and 4 ranks, and judged by runs on 3 and 8 and by other sizes,
 which it has not seen. With more ranks than cores, what they compute takes longer in proportion.
 Ranks that wait sleep, so that they leave their core to others. The numbers of ranks take turns, so
-that a slow minute of the machine hits all of them; of each point the turn in the middle counts.
+that a slow minute of the machine hits all of them; a point's figure is the middle one of its turns.
 
 usage: python benchmarks/compare_prediction.py [--quick] [--json FILE]
 """
@@ -88,7 +88,7 @@ def rows_of(residuals):
 
 
 def measure(quick):
-    """The samples of all points on each number of ranks."""
+    """The sample of each point on each number of ranks: of all turns, the one in the middle."""
     found = collections.defaultdict(list)
     for np in turns(quick) * (RANKS[:2] if quick else RANKS):
         with tempfile.TemporaryDirectory() as folder:
@@ -97,17 +97,16 @@ def measure(quick):
                 "kernels/bench_runs.py",
                 np=np,
                 simnet=NETWORK,
-                bind=False,  # ranks that wait sleep: on 2 as on 8
+                bind=False,  # ranks that are bound spin: 2 and 8 would wait in different ways
                 timeout=600,
                 **arguments,
             )
             for sample in samples(report.read(Path(folder))):
                 found[sample.point.key, np].append(sample)
-    return [sorted(each, key=_seconds)[len(each) // 2] for each in found.values()]
-
-
-def _seconds(sample):
-    return sample.point.seconds
+    return [
+        sorted(turn, key=lambda sample: sample.point.seconds)[len(turn) // 2]
+        for turn in found.values()
+    ]
 
 
 def main():
@@ -121,6 +120,7 @@ def main():
         "quick": options.quick,
         "ranks": " to ".join(map(str, (RANKS[0], RANKS[-1]))),
         "repeats": repeats(options.quick),
+        "turns": turns(options.quick),
         "machine": describe(),
         "environment": THREAD_LIMITS | NETWORK,
     }

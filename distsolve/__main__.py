@@ -13,7 +13,7 @@ COMMANDS = (bench, doctor, predict, solve)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses names in part, which would mean something else once there is another option."""
+    """Takes full names of options only: a new one could make a short form mean another."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)

@@ -33,10 +33,7 @@ def positive(text: str) -> int:
 
 
 def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        value = float(text)
-        if not value.is_integer():
-            raise
-        return int(value)
+    value = float(text)  # which holds every int32
+    if not value.is_integer():
+        raise ValueError(text)
+    return int(value)

@@ -25,7 +25,7 @@ __all__ = [
     "ask_first",
     "batching",
     "cluster_names",
-    "forget_failed_tokens",
+    "follow_ordered",
     "has_backend",
     "instantiate_zero",
     "is_in_cluster",
@@ -118,8 +118,9 @@ def _without_losing_tokens(executable, params):
 pxla.MeshExecutable.create_cpp_call = _without_losing_tokens  # type: ignore[method-assign]
 
 
-# JAX waits for the token of the last program, and then puts a new one onto the device, which costs
-# as much as the rest of a call. Where the token is on the device already it can be passed on.
+# JAX waits for the token of the last program, and then puts a new one onto the device, which takes
+# as long as the rest of a call. Where the token is on that device already, we wait and pass it on.
+# A failed one is dropped: else every later program would raise its error (jax 0.10).
 _token_input = dispatch.RuntimeTokenSet.get_token_input
 
 
@@ -127,11 +128,7 @@ def _token_where_it_is(tokens, effect, devices):
     token = tokens.current_tokens.get(effect)
     if effect != ordered_effect or token is None or token._buf.devices() != set(devices):
         return _token_input(tokens, effect, devices)
-    try:
-        token.block_until_ready()
-    except Exception:
-        forget_failed_tokens()
-        raise
+    follow_ordered()
     return token
 
 
@@ -154,9 +151,13 @@ def wait_for_ordered() -> None:
         token.block_until_ready()
 
 
-def forget_failed_tokens() -> None:
-    """Drop the ordering token: a failed call would make every later call fail with its error."""
-    dispatch.runtime_tokens.current_tokens.pop(ordered_effect, None)
+def follow_ordered() -> None:
+    """Wait as the next call does: what failed before is raised by it, and by none after it."""
+    try:
+        wait_for_ordered()
+    except Exception:
+        dispatch.runtime_tokens.current_tokens.pop(ordered_effect, None)
+        raise
 
 
 def with_token(ctx, lower, operands, **attributes):

@@ -25,14 +25,13 @@ from distsolve.mpi._jaxcompat import (
     ad,
     apply_primitive,
     batching,
-    forget_failed_tokens,
+    follow_ordered,
     instantiate_zero,
     is_tracing,
     is_undefined_primal,
     mlir,
     ordered_effect,
     pe,
-    wait_for_ordered,
     zero_tangent,
 )
 from distsolve.mpi.comm import executables_of
@@ -121,11 +120,7 @@ def run_eagerly(
 
     The executable serves all lines, so the line is said beside it.
     """
-    try:
-        wait_for_ordered()
-    except Exception:
-        forget_failed_tokens()
-        raise
+    follow_ordered()
     function = _executable(primitive, len(operands) if donate else 0, params)
     recorder.set_site(where)
     try:

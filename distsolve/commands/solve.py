@@ -259,9 +259,10 @@ def report(
         "iterations": steps,
         "true residual": f"{float(info.residual_norm):.6g}, relative {relative:.3g}",
         "error": "" if options.rhs else f"{np.abs(x - 1).max():.3g} at most",
-        "condition": _condition(info),
-        "time": f"{outcome.seconds:.3f} s, {1000 * outcome.seconds / max(steps, 1):.3f} ms per "
-        f"iteration; compilation {outcome.compile_seconds:.1f} s",
+        "condition": _condition(info) if steps else "",
+        "time": f"{outcome.seconds:.3f} s"
+        + (f", {1000 * outcome.seconds / steps:.3f} ms per iteration" if steps else "")
+        + f"; compilation {outcome.compile_seconds:.1f} s",
         "solution": options.output,
         "plot": options.plot,
     }

@@ -91,6 +91,19 @@ def _mixed(found, wanted, name, like):
     return f"Make {narrow} complex, or take the real part of {wide}. "
 
 
+def require_dtype_of_b(A, b, name="A"):
+    """Raise unless a matrix has the dtype of ``b``; the remedy loses nothing."""
+    if A.dtype == b.dtype:
+        return
+    with jax.numpy_dtype_promotion("standard"):
+        wide = jnp.promote_types(A.dtype, b.dtype)
+    narrow = [f"{x}.astype({wide})" for x, a in ((name, A), ("b", b)) if a.dtype != wide]
+    raise TypeError(
+        f"`{name}` is a matrix of {A.dtype} and `b` is {b.dtype}: dtypes are not cast silently. "
+        f"Convert to the wider one: {' and '.join(narrow)}."
+    )
+
+
 def one_array(J):
     """Return the log-derivatives ``J`` as an array; raise if they are a pytree of several."""
     leaves = jax.tree.leaves(J)

@@ -214,11 +214,7 @@ def _matrix(A, b, adjoint, columns):
             f": got an array of shape {A.shape}, and `b` is {found}. Pass this rank's rows, or a "
             "function of one vector."
         )
-    if A.dtype != leaf.dtype:
-        raise TypeError(
-            f"`A` is a matrix of {A.dtype} and `b` is {leaf.dtype}: dtypes are not cast silently. "
-            f"Convert one of them, for example A.astype({leaf.dtype})."
-        )
+    arguments.require_dtype_of_b(A, leaf)
     if not columns.is_whole or adjoint is not None:
         raise ValueError(
             "`A` is a matrix, which knows its adjoint and acts on vectors that every rank holds: "

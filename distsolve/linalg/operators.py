@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from distsolve.linalg import arguments
+
 
 def is_matrix(A):
     """Whether ``A`` is an array, and so a matrix."""
@@ -63,20 +65,24 @@ def _matrix(A, name, b, space):
         shape = "(n, n)" if whole else "(n, entries of `b` on all ranks)"
         found = f"one array of shape {b.shape}" if isinstance(b, jax.Array) else "a pytree"
         remedy = "Pass a function of one vector, or a matrix that fits."
-        if not whole and n is not None and A.ndim == 2 and A.shape[0] == A.shape[1] > n:
+        rows, columns = A.shape if A.ndim == 2 and n is not None else (0, 0)
+        if not whole and rows == columns > (n or 0):
             remedy = (
                 "It looks like the whole matrix: pass only this rank's rows of it, or for a sparse "
                 "one `distsolve.DistributedCSR.from_whole(matrix)`."
+            )
+        elif not whole and rows < columns == n:
+            remedy = f"`b` looks whole: pass only this rank's piece of it, {rows} entries."
+        elif whole and rows == n and columns > rows:
+            remedy = (
+                "It looks like this rank's rows of a larger matrix: for vectors in pieces pass "
+                "space=distsolve.Sharded()."
             )
         raise ValueError(
             f"`{name}`: expected a function, or for one array `b` of shape (n,) a matrix of shape "
             f"{shape}: got an array of shape {A.shape}, and `b` is {found}. {remedy}"
         )
-    if A.dtype != b.dtype:
-        raise TypeError(
-            f"`{name}` is a matrix of {A.dtype} and `b` is {b.dtype}: dtypes are not cast "
-            f"silently. Convert one of them, for example {name}.astype({b.dtype})."
-        )
+    arguments.require_dtype_of_b(A, b, name)
     product = functools.partial(jax.numpy.matmul, A, precision=jax.lax.Precision.HIGHEST)
     if whole:
         return product

@@ -71,6 +71,15 @@ def test_not_converged(solve, tmp_path):
     assert done.stdout.count("maxiter") == 1
 
 
+def test_nothing_is_said_of_steps_that_were_not_taken(solve, tmp_path):
+    save(tmp_path / "negative.mtx", -pyamg.gallery.poisson((5, 4), format="csr"))
+    done = solve("negative.mtx", np=1)
+    assert done.returncode == 1
+    assert field(done.stdout, "iterations") == "0"
+    assert "per iteration" not in field(done.stdout, "time")
+    assert "condition" not in done.stdout
+
+
 def test_what_happened_and_advice_are_told_apart():
     from distsolve.commands.solve import ADVICE
     from distsolve.linalg import Info, Reason

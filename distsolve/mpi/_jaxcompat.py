@@ -126,9 +126,11 @@ _token_input = dispatch.RuntimeTokenSet.get_token_input
 
 def _token_where_it_is(tokens, effect, devices):
     token = tokens.current_tokens.get(effect)
-    if effect != ordered_effect or token is None or token._buf.devices() != set(devices):
+    if effect != ordered_effect or token is None:
         return _token_input(tokens, effect, devices)
     follow_ordered()
+    if token._buf.devices() != set(devices):
+        return _token_input(tokens, effect, devices)
     return token
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import traceback
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ _world: Comm | None = None
 _by_id: dict[int, Comm] = {}
 _duplicates: dict[int, Any] = {}
 _next_id = 1
+_first_uses = threading.Lock()  # of the two around it; never held while others are waited for
 _keyval: int | None = None
 _chunk_override: int | None = None
 _default_chunks: dict[int, int] = {}
@@ -116,9 +118,10 @@ def _record(comm: Any) -> Comm:
 
 def _duplicate(MPI: Any, comm: Any) -> Comm:
     global _keyval
-    if _keyval is None:
-        _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
-        lifecycle.start(MPI)
+    with _first_uses:
+        if _keyval is None:
+            _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
+            lifecycle.start(MPI)
     wanted = _chunk_from_environment()
     device.check_environment()
     wait_for_ordered()
@@ -135,7 +138,7 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
     node.Free()
     rank, size = duplicate.Get_rank(), duplicate.Get_size()
     chunk = wanted or (CHUNK_ON_ONE_NODE if local_size == size else CHUNK_ACROSS_NODES)
-    comm_id = duplicate.allreduce(_next_id, op=MPI.MAX)
+    comm_id = _agree_on_id(MPI, duplicate)
     chunk = duplicate.allreduce(chunk, op=MPI.MAX)
     direct_from, staging = _agree_on_road(MPI, duplicate, probing=local_rank == 0)
     group, everyone = duplicate.Get_group(), MPI.COMM_WORLD.Get_group()
@@ -148,6 +151,18 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
     _publish(MPI._handleof(duplicate), record, world, chunk, direct_from, staging)
     watchdog.of_comm(MPI, duplicate, comm == MPI.COMM_WORLD)
     return record
+
+
+def _agree_on_id(MPI: Any, duplicate: Any) -> int:
+    """A number that is new on all ranks, whatever communicators their other threads use first."""
+    global _next_id
+    while True:
+        proposed = duplicate.allreduce(_next_id, op=MPI.MAX)
+        with _first_uses:
+            is_new = proposed >= _next_id
+            _next_id = max(_next_id, proposed + 1)
+        if duplicate.allreduce(is_new, op=MPI.LAND):
+            return proposed
 
 
 def _publish_serial() -> Comm:
@@ -172,8 +187,6 @@ def _publish(
     handle: int, record: Comm, world: list[int], chunk: int, direct_from: int, staging: int
 ) -> Comm:
     """Publish a communicator; ``world``: the numbers that its ranks have in the world."""
-    global _next_id
-    _next_id = record.id + 1
     abi.add_comm(
         record.id, handle, record.rank, world, _chunk_override or chunk, direct_from, staging
     )

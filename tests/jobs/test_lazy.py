@@ -52,6 +52,24 @@ for i in (0, 1, 1, 0):
     x = jax.device_put(jnp.arange(3.0), jax.devices()[i])
     y = add(x)
     assert y.devices() == x.devices() and (y == x).all(), y
+
+# What fails on one in the background is told once on the other.
+from mpi4py import MPI
+
+comm = MPI.COMM_SELF.Dup()
+late = jax.jit(lambda m: mpi.allreduce(jnp.sum(m @ m), comm=comm))
+matrix = jnp.ones((500, 500))
+jax.block_until_ready(late(matrix))
+jax.block_until_ready(add(x))
+comm.Free()
+told, x = [], jax.device_put(x, jax.devices()[1])
+for _ in range(3):
+    try:
+        late(matrix) if not told else None
+        told.append((add(x) == x).all())
+    except jax.errors.JaxRuntimeError as error:
+        told.append("has been freed" in str(error))
+assert all(told), told
 print("both")
 """
 

@@ -74,6 +74,31 @@ def test_numbers_of_halves_are_equal_on_their_ranks(world):
         comm.Free()
 
 
+def test_numbers_differ_where_another_communicator_is_used_meanwhile(world):
+    """As two threads do it, without their chance (and Open MPI hangs in two Dup at once)."""
+    from mpi4py import MPI
+
+    meanwhile = [world.Dup()]
+    both = [*meanwhile]
+
+    class Interrupted(MPI.Intracomm):
+        def allreduce(self, sendobj, op=MPI.SUM):
+            result = super().allreduce(sendobj, op)
+            if meanwhile:
+                mpi.prepare(meanwhile.pop())
+            return result
+
+    both.append(Interrupted(world.Dup()))
+    mpi.prepare(both[-1])
+    numbers = [number(comm) for comm in both]
+    agree(len(set(numbers)) == 2, f"{numbers}")
+    agree(world.allgather(numbers) == [numbers] * world.size, f"{numbers}")
+    for factor, comm in enumerate(both, 1):
+        y = mpi.allreduce(jnp.full(3, float(factor)), comm=comm)
+        assert_allclose(y, np.full(3, float(factor * world.size)))
+        comm.Free()
+
+
 def test_same_communicator_is_duplicated_once(world, duplications):
     dup = world.Dup()
     for _ in range(3):

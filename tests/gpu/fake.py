@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from spmd import agree
 
-from distsolve.mpi import device, sites
+from distsolve.mpi import device, native, sites
 from distsolve.mpi._jaxcompat import ShapedArray
 from distsolve.mpi.library import HANDLERS
 from distsolve.mpi.operations import DTYPES
@@ -36,14 +36,12 @@ class _Buffer(ctypes.Structure):
     ]
 
 
-@functools.cache
-def driver() -> ctypes.CDLL:
-    """Build and load the driver; every process has its own copy."""
+def build(target: Path) -> None:
+    """Compile the driver into a library."""
     jaxlib = importlib.util.find_spec("jaxlib").submodule_search_locations[0]
-    folder = tempfile.TemporaryDirectory()
-    target = Path(folder.name, "libfake.so")
     compiler = sysconfig.get_config_var("CC").split()[0]
-    flags = ["-O1", "-Wall", "-shared", "-fPIC", "-pthread", f"-I{jaxlib}/include"]
+    flags = ["-O1", "-Wall", "-shared", "-fPIC", "-pthread"]
+    flags += [f"-I{jaxlib}/include", f"-I{native.__path__[0]}"]
     subprocess.run(
         [compiler, *flags, *SOURCES, "-o", str(target)],
         check=True,
@@ -51,8 +49,15 @@ def driver() -> ctypes.CDLL:
         text=True,
         timeout=100,
     )
-    library = ctypes.CDLL(str(target))
-    folder.cleanup()  # it is loaded
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """Build and load the driver; every process has its own copy."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "libfake.so")
+        build(target)
+        library = ctypes.CDLL(str(target))  # which stays when the file goes
     for name in ("fake_allocate", "fake_stream", "fake_call"):
         getattr(library, name).restype = ctypes.c_void_p
     library.fake_violations.restype = ctypes.c_char_p

@@ -17,11 +17,14 @@
 #include <time.h>
 #include <unistd.h>
 
-#define ARENA ((size_t)256 << 20)
+#define ARENA ((size_t)1 << 30)
 #define ALIGNMENT 256
+#define PAGE 4096
 #define MOST_PINNED 256
-#define MOST_STREAMS 8
+#define MOST_STREAMS 256
 #define FAILURE 700
+#define OUT_OF_MEMORY 2
+#define NOT_READY 600
 
 /* ---- rules ---- */
 
@@ -74,9 +77,12 @@ static int n_pinned;
 static size_t pinned_bytes;
 
 int fake_start(void) {
+  if (arena != NULL) return 0;
   int file = memfd_create("device", 0);
   if (file < 0 || ftruncate(file, ARENA) != 0) return 1;
-  arena = mmap(NULL, ARENA, PROT_NONE, MAP_SHARED, file, 0);
+  /* With FAKE_UNPROTECTED anyone may touch it, as where MPI takes device pointers. */
+  int access = getenv("FAKE_UNPROTECTED") ? PROT_READ | PROT_WRITE : PROT_NONE;
+  arena = mmap(NULL, ARENA, access, MAP_SHARED, file, 0);
   shadow = mmap(NULL, ARENA, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   return arena == MAP_FAILED || shadow == MAP_FAILED;
 }
@@ -102,6 +108,7 @@ void *fake_allocate(size_t size) {
 }
 
 char *on_device(const void *address, size_t size) {
+  if (size == 0) return shadow; /* JAX copies tokens, which lie nowhere */
   size_t at = (size_t)((const char *)address - arena);
   if ((const char *)address < arena || at + size > arena_used) {
     violate("a copy outside of the device's memory");
@@ -115,6 +122,7 @@ void fake_read(void *to, const void *device, size_t size) {
 }
 
 static void require_pinned(const void *host, size_t size) {
+  if (depth == 0) return;
   for (int i = 0; i < n_pinned; ++i)
     if ((const char *)host >= pinned[i].at &&
         (const char *)host + size <= pinned[i].at + pinned[i].size)
@@ -123,43 +131,46 @@ static void require_pinned(const void *host, size_t size) {
 }
 
 int cuMemAlloc_v2(void **at, size_t size) {
-  violate("device memory was allocated");
+  if (depth > 0) violate("device memory was allocated");
   *at = fake_allocate(size);
-  return 0;
+  return *at == NULL ? OUT_OF_MEMORY : 0;
 }
 
 /* ---- contexts: numbers, one to be current on a thread that allocates or copies ---- */
 
+/* Handlers push their context, and JAX's plugin sets its own: where the depth is 0, the plugin is at
+ * work, which need not keep the handlers' rules. */
 __thread int depth;
 __thread void *current;
+static __thread void *outer;
 
 static void require_context(void) {
-  if (depth == 0) violate("no context was current");
+  if (current == NULL) violate("no context was current");
 }
 
 int cuCtxPushCurrent_v2(void *context) {
   FAIL_IF_ORDERED;
   if (context == NULL) violate("no context was entered");
+  if (depth++ == 0) outer = current;
   current = context;
-  ++depth;
   return 0;
 }
 
 int cuCtxPopCurrent_v2(void **context) {
   if (--depth < 0) violate("a context was left that was not entered");
   *context = current;
-  current = NULL;
+  current = outer;
   return 0;
 }
 
 int cuMemHostAlloc(char **at, size_t size, unsigned flags) {
   FAIL_IF_ORDERED;
   require_context();
-  *at = malloc(size);
+  *at = aligned_alloc(PAGE, (size + PAGE - 1) / PAGE * PAGE);
   if (n_pinned == MOST_PINNED || *at == NULL || flags != 1) return 1;
   pinned[n_pinned].at = *at;
   pinned[n_pinned++].size = size;
-  pinned_bytes += size;
+  if (depth > 0) pinned_bytes += size;
   return 0;
 }
 
@@ -167,10 +178,8 @@ int cuMemHostAlloc(char **at, size_t size, unsigned flags) {
 
 struct work {
   struct work *next;
-  char *to;
-  const char *from;
-  size_t size;
-  char *owned; /* freed after the work */
+  void (*run)(void *);
+  void *argument;
 };
 
 struct stream {
@@ -195,20 +204,20 @@ static void *work_off(void *argument) {
     struct work *work = stream->first;
     pthread_mutex_unlock(&stream->lock);
     nanosleep(&(struct timespec){0, stream->delay_us * 1000}, NULL);
-    memcpy(work->to, work->from, work->size);
+    work->run(work->argument);
     pthread_mutex_lock(&stream->lock);
     stream->first = work->next;
     if (stream->first == NULL) stream->last = NULL;
     ++stream->done;
     pthread_cond_broadcast(&stream->changed);
     pthread_mutex_unlock(&stream->lock);
-    free(work->owned);
     free(work);
   }
   return NULL;
 }
 
 void *fake_stream(long delay_us, long context) {
+  if (n_streams == MOST_STREAMS) abort();
   struct stream *stream = &streams[n_streams++];
   stream->delay_us = delay_us;
   stream->context = (void *)context;
@@ -224,13 +233,10 @@ static int copies;
 
 int fake_copies(void) { return copies; }
 
-static void queue(struct stream *stream, char *to, const char *from, size_t size, char *owned) {
+void fake_queue(struct stream *stream, void (*run)(void *), void *argument) {
   struct work *work = calloc(1, sizeof(struct work));
-  if (to == NULL || from == NULL) return;
-  work->to = to;
-  work->from = from;
-  work->size = size;
-  work->owned = owned;
+  work->run = run;
+  work->argument = argument;
   pthread_mutex_lock(&stream->lock);
   if (stream->last != NULL)
     stream->last->next = work;
@@ -240,6 +246,34 @@ static void queue(struct stream *stream, char *to, const char *from, size_t size
   ++stream->queued;
   pthread_cond_broadcast(&stream->changed);
   pthread_mutex_unlock(&stream->lock);
+}
+
+struct copy {
+  char *to;
+  const char *from;
+  size_t size;
+  char *owned; /* freed after the copy */
+};
+
+static void run_copy(void *argument) {
+  struct copy *copy = argument;
+  memcpy(copy->to, copy->from, copy->size);
+  free(copy->owned);
+  free(copy);
+}
+
+static void queue(struct stream *stream, char *to, const char *from, size_t size, char *owned) {
+  struct copy *copy = malloc(sizeof(struct copy));
+  if (to == NULL || from == NULL) return;
+  *copy = (struct copy){to, from, size, owned};
+  fake_queue(stream, run_copy, copy);
+}
+
+static int has_done(struct stream *stream, int64_t number) {
+  pthread_mutex_lock(&stream->lock);
+  int done = stream->done >= number;
+  pthread_mutex_unlock(&stream->lock);
+  return done;
 }
 
 static int wait_until(struct stream *stream, int64_t number) {
@@ -270,8 +304,10 @@ int cuStreamGetCtx(struct stream *stream, void **context) {
 
 static int rightly_used(struct stream *stream) {
   require_context();
+  if (depth == 0) return stream != NULL;
   if (stream == NULL) violate("the default stream was used");
-  if (stream != NULL && stream != expected) violate("a stream was used that is not the program's");
+  if (stream != NULL && expected != NULL && stream != expected)
+    violate("a stream was used that is not the program's");
   return stream != NULL;
 }
 
@@ -315,7 +351,7 @@ int cuEventCreate(struct event **event, unsigned flags) {
   require_context();
   *event = calloc(1, sizeof(struct event));
   if (*event != NULL) (*event)->context = current;
-  return *event == NULL || flags != 2;
+  return *event == NULL || (depth > 0 && flags != 2);
 }
 
 int cuEventRecord(struct event *event, struct stream *stream) {
@@ -330,4 +366,32 @@ int cuEventRecord(struct event *event, struct stream *stream) {
 int cuEventSynchronize(struct event *event) {
   FAIL_IF_ORDERED;
   return event->stream == NULL ? 0 : wait_until(event->stream, event->number);
+}
+
+int cuEventQuery(struct event *event) {
+  return event->stream == NULL || has_done(event->stream, event->number) ? 0 : NOT_READY;
+}
+
+int cuStreamQuery(struct stream *stream) {
+  return has_done(stream, stream->queued) ? 0 : NOT_READY;
+}
+
+struct moment {
+  struct stream *stream;
+  int64_t number;
+};
+
+static void run_wait(void *argument) {
+  struct moment *moment = argument;
+  wait_until(moment->stream, moment->number);
+  free(moment);
+}
+
+/* Behind what the event stands for now, wherever it is recorded later. */
+int cuStreamWaitEvent(struct stream *stream, struct event *event, unsigned flags) {
+  if (event->stream == NULL || event->stream == stream) return 0;
+  struct moment *moment = malloc(sizeof(struct moment));
+  *moment = (struct moment){event->stream, event->number};
+  fake_queue(stream, run_wait, moment);
+  return 0;
 }

@@ -14,7 +14,7 @@ import traceback
 from typing import Any, NamedTuple
 
 from distsolve.mpi import device, lifecycle, watchdog
-from distsolve.mpi._jaxcompat import wait_for_ordered
+from distsolve.mpi._jaxcompat import follow_ordered, wait_for_ordered
 from distsolve.mpi.arguments import MAX_CHUNK, check_chunk
 from distsolve.mpi.library import load
 from distsolve.mpi.native import abi, nonblocking
@@ -124,7 +124,7 @@ def _duplicate(MPI: Any, comm: Any) -> Comm:
             lifecycle.start(MPI)
     wanted = _chunk_from_environment()
     device.check_environment()
-    wait_for_ordered()
+    follow_ordered()
     with watchdog.waiting_for_all(
         MPI,
         "the first use of a communicator",
@@ -249,7 +249,7 @@ def set_chunk_bytes(nbytes: int | None) -> None:
     None. Reductions that are queued are finished first.
     """
     global _chunk_override
-    wait_for_ordered()  # a queued reduction must not see another chunk than on the other ranks
+    follow_ordered()  # a queued reduction must not see another chunk than on the other ranks
     _chunk_override = None if nbytes is None else check_chunk(nbytes, "nbytes")
     for comm_id, default in _default_chunks.items():
         abi.set_chunk(comm_id, _chunk_override or default)

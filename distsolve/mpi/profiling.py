@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distsolve.mpi._jaxcompat import is_tracing, wait_for_ordered
+from distsolve.mpi._jaxcompat import is_tracing, follow_ordered
 from distsolve.mpi.comm import duplicate_of, resolve
 from distsolve.mpi.native import abi, recorder
 from distsolve.mpi.operations import DTYPES
@@ -147,7 +147,7 @@ class profile:  # noqa: N801 - used as a function is
                 "A profile is being taken already: leave its block before another one begins."
             )
         self._record = resolve()
-        wait_for_ordered()  # a communicator is not duplicated while a program reduces on it
+        follow_ordered()  # a communicator is not duplicated while a program reduces on it
         self._world = _own_world(self._record.id)
         self._offset = _offset_to_rank_0(self._world)
         recorder.start_profile()
@@ -157,7 +157,7 @@ class profile:  # noqa: N801 - used as a function is
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         try:
-            wait_for_ordered()
+            follow_ordered()
         finally:
             end = time.monotonic()
             entries = recorder.end_profile()

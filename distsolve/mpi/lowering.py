@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from distsolve.mpi import device
-from distsolve.mpi._jaxcompat import lower_as, n_devices, platforms, with_token
+from distsolve.mpi._jaxcompat import lower_as, n_devices, platforms, with_token, without_fusion
 
 if TYPE_CHECKING:
     from distsolve.mpi.primitive import OpSpec
@@ -42,6 +42,8 @@ def lower(spec: OpSpec, ctx, *operands, ordered, where, **params):
         has_side_effect=True,
         operand_output_aliases=spec.aliases(ctx.avals_in, ctx.avals_out, params),
     )
+    if on_gpu:
+        rule = without_fusion(rule)
     attributes = {
         name: np.asarray(params[name], np.int64)
         if isinstance(params[name], tuple)

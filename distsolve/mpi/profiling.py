@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distsolve.mpi._jaxcompat import is_tracing, follow_ordered
+from distsolve.mpi._jaxcompat import follow_ordered, is_tracing
 from distsolve.mpi.comm import duplicate_of, resolve
 from distsolve.mpi.native import abi, recorder
 from distsolve.mpi.operations import DTYPES

@@ -5,6 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define ARENA ((size_t)1 << 30) /* bytes of device memory */
+
 struct stream;
 struct event;
 

@@ -16,7 +16,6 @@
 #define DELAY_US 200
 #define VERSION 12090
 #define GLOBAL 4096 /* bytes of a constant */
-#define MEMORY ((size_t)1 << 30)
 
 /* ---- one device: an H100 as far as its numbers go ---- */
 
@@ -51,18 +50,13 @@ int cuDeviceGetPCIBusId(char *id, int size, int device) {
   return 0;
 }
 
-int cuDeviceGetUuid_v2(char *uuid, int device) {
-  memset(uuid, 1, 16);
-  return 0;
-}
-
 int cuDeviceTotalMem_v2(size_t *size, int device) {
-  *size = MEMORY;
+  *size = ARENA;
   return 0;
 }
 
 int cuMemGetInfo_v2(size_t *unused, size_t *total) {
-  *unused = *total = MEMORY;
+  *unused = *total = ARENA;
   return 0;
 }
 
@@ -84,10 +78,6 @@ int cuDevicePrimaryCtxRetain(void **context, int device) {
   return 0;
 }
 
-int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
-
-int cuDevicePrimaryCtxSetFlags_v2(int device, unsigned flags) { return 0; }
-
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
   *flags = 0;
   *active = contexts_made > 0;
@@ -104,11 +94,6 @@ int cuCtxSetCurrent(void *context) {
   return 0;
 }
 
-int cuCtxGetDevice(int *device) {
-  *device = 0;
-  return 0;
-}
-
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
   *least = *greatest = 0;
   return 0;
@@ -120,8 +105,6 @@ int cuGetErrorName(int code, const char **name) {
 }
 
 /* ---- memory: reserved ranges are mapped as they are ---- */
-
-int cuMemFree_v2(void *address) { return 0; }
 
 int cuMemFreeHost(void *address) { return 0; }
 
@@ -175,37 +158,9 @@ int cuStreamIsCapturing(struct stream *stream, int *capturing) {
 
 int cuEventDestroy_v2(struct event *event) { return 0; }
 
-int cuCtxSynchronize(void) {
-  if (depth > 0) violate("all streams were waited for");
-  return 0;
-}
-
 int cuLaunchHostFunc(struct stream *stream, void (*function)(void *), void *argument) {
   fake_queue(stream, function, argument);
   return 0;
-}
-
-struct fill {
-  uint32_t *at;
-  uint32_t value;
-  size_t count;
-};
-
-static void run_fill(void *argument) {
-  struct fill *fill = argument;
-  for (size_t i = 0; i < fill->count; ++i) fill->at[i] = fill->value;
-  free(fill);
-}
-
-int cuMemsetD32Async(void *address, unsigned value, size_t count, struct stream *stream) {
-  struct fill *fill = malloc(sizeof(struct fill));
-  *fill = (struct fill){(uint32_t *)on_device(address, 4 * count), value, count};
-  fake_queue(stream, run_fill, fill);
-  return 0;
-}
-
-int cuMemsetD8Async(void *address, unsigned char value, size_t size, struct stream *stream) {
-  return cuMemsetD32Async(address, 0x01010101u * value, size / 4, stream);
 }
 
 /* ---- modules: they may be loaded, for what lies in them besides kernels ---- */
@@ -262,19 +217,7 @@ int cudaRuntimeGetVersion(int *version) { return cuDriverGetVersion(version); }
 
 int cudaDriverGetVersion(int *version) { return cuDriverGetVersion(version); }
 
-int cudaGetDevice(int *device) { return cuCtxGetDevice(device); }
-
-int cudaSetDevice(int device) { return 0; }
-
-int cudaFree(void *address) { return 0; }
-
-int cudaGetLastError(void) { return 0; }
-
 int cudaPeekAtLastError(void) { return 0; }
-
-const char *cudaGetErrorName(int code) { return "FAKE_ERROR"; }
-
-const char *cudaGetErrorString(int code) { return "unknown"; }
 
 void **__cudaRegisterFatBinary(void *binary) {
   static void *registered;
@@ -307,10 +250,6 @@ int cudnnCreate(void **handle) {
   return 0;
 }
 
-int cudnnDestroy(void *handle) { return 0; }
-
-int cudnnSetStream(void *handle, struct stream *stream) { return 0; }
-
 size_t cudnnGetVersion(void) { return 99900; }
 
 int cudnnGetProperty(int part, int *value) {
@@ -318,5 +257,3 @@ int cudnnGetProperty(int part, int *value) {
   *value = parts[part];
   return 0;
 }
-
-const char *cudnnGetErrorString(int code) { return "not there"; }

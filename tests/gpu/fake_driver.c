@@ -17,7 +17,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define ARENA ((size_t)1 << 30)
 #define ALIGNMENT 256
 #define PAGE 4096
 #define MOST_PINNED 256
@@ -69,6 +68,7 @@ int cuGetErrorString(int code, const char **text) {
 
 /* ---- memory ---- */
 
+static pthread_mutex_t memory = PTHREAD_MUTEX_INITIALIZER; /* of what is given out */
 static char *arena;  /* the addresses that are given out */
 static char *shadow; /* the same pages, for this file */
 static size_t arena_used;
@@ -100,10 +100,12 @@ int fake_unprotect(int enabled) {
 size_t fake_pinned_bytes(void) { return pinned_bytes; }
 
 void *fake_allocate(size_t size) {
-  size_t at = arena_used;
-  arena_used += (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + ALIGNMENT;
-  if (arena_used > ARENA) return NULL;
-  memset(shadow + at, 0xab, arena_used - at);
+  pthread_mutex_lock(&memory);
+  size_t at = arena_used, end = at + (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + ALIGNMENT;
+  if (end <= ARENA) arena_used = end;
+  pthread_mutex_unlock(&memory);
+  if (end > ARENA) return NULL;
+  memset(shadow + at, 0xab, end - at);
   return arena + at;
 }
 
@@ -122,16 +124,16 @@ void fake_read(void *to, const void *device, size_t size) {
 }
 
 static void require_pinned(const void *host, size_t size) {
-  if (depth == 0) return;
+  int found = depth == 0;
+  pthread_mutex_lock(&memory);
   for (int i = 0; i < n_pinned; ++i)
-    if ((const char *)host >= pinned[i].at &&
-        (const char *)host + size <= pinned[i].at + pinned[i].size)
-      return;
-  violate("a copy from or to host memory that the driver did not allocate");
+    found |= (const char *)host >= pinned[i].at &&
+             (const char *)host + size <= pinned[i].at + pinned[i].size;
+  pthread_mutex_unlock(&memory);
+  if (!found) violate("a copy from or to host memory that the driver did not allocate");
 }
 
 int cuMemAlloc_v2(void **at, size_t size) {
-  if (depth > 0) violate("device memory was allocated");
   *at = fake_allocate(size);
   return *at == NULL ? OUT_OF_MEMORY : 0;
 }
@@ -139,7 +141,8 @@ int cuMemAlloc_v2(void **at, size_t size) {
 /* ---- contexts: numbers, one to be current on a thread that allocates or copies ---- */
 
 /* Handlers push their context, and JAX's plugin sets its own: where the depth is 0, the plugin is at
- * work, which need not keep the handlers' rules. */
+ * work, which need not keep the handlers' rules. (A test's own calls come at depth 0, too, with no
+ * context current.) */
 __thread int depth;
 __thread void *current;
 static __thread void *outer;
@@ -167,10 +170,13 @@ int cuMemHostAlloc(char **at, size_t size, unsigned flags) {
   FAIL_IF_ORDERED;
   require_context();
   *at = aligned_alloc(PAGE, (size + PAGE - 1) / PAGE * PAGE);
-  if (n_pinned == MOST_PINNED || *at == NULL || flags != 1) return 1;
+  if (*at == NULL || flags != 1) return 1;
+  pthread_mutex_lock(&memory);
+  if (n_pinned == MOST_PINNED) abort();
   pinned[n_pinned].at = *at;
   pinned[n_pinned++].size = size;
   if (depth > 0) pinned_bytes += size;
+  pthread_mutex_unlock(&memory);
   return 0;
 }
 
@@ -263,10 +269,17 @@ static void run_copy(void *argument) {
 }
 
 static void queue(struct stream *stream, char *to, const char *from, size_t size, char *owned) {
-  struct copy *copy = malloc(sizeof(struct copy));
   if (to == NULL || from == NULL) return;
+  struct copy *copy = malloc(sizeof(struct copy));
   *copy = (struct copy){to, from, size, owned};
   fake_queue(stream, run_copy, copy);
+}
+
+static int64_t queued_so_far(struct stream *stream) {
+  pthread_mutex_lock(&stream->lock);
+  int64_t number = stream->queued;
+  pthread_mutex_unlock(&stream->lock);
+  return number;
 }
 
 static int has_done(struct stream *stream, int64_t number) {
@@ -294,7 +307,7 @@ void fake_consume(struct stream *stream, void *host, const void *device, size_t 
   queue(stream, host, on_device(device, size), size, NULL);
 }
 
-void fake_drain(struct stream *stream) { wait_until(stream, stream->queued); }
+void fake_drain(struct stream *stream) { wait_until(stream, queued_so_far(stream)); }
 
 int cuStreamGetCtx(struct stream *stream, void **context) {
   FAIL_IF_ORDERED;
@@ -314,7 +327,7 @@ static int rightly_used(struct stream *stream) {
 int cuMemcpyDtoHAsync_v2(void *host, const void *device, size_t size, struct stream *stream) {
   FAIL_IF_ORDERED;
   require_pinned(host, size);
-  ++copies;
+  __atomic_fetch_add(&copies, 1, __ATOMIC_RELAXED);
   if (rightly_used(stream)) queue(stream, host, on_device(device, size), size, NULL);
   return 0;
 }
@@ -322,7 +335,7 @@ int cuMemcpyDtoHAsync_v2(void *host, const void *device, size_t size, struct str
 int cuMemcpyHtoDAsync_v2(void *device, const void *host, size_t size, struct stream *stream) {
   FAIL_IF_ORDERED;
   require_pinned(host, size);
-  ++copies;
+  __atomic_fetch_add(&copies, 1, __ATOMIC_RELAXED);
   if (rightly_used(stream)) queue(stream, on_device(device, size), host, size, NULL);
   return 0;
 }
@@ -335,7 +348,7 @@ int cuMemcpyDtoDAsync_v2(void *to, const void *from, size_t size, struct stream 
 
 int cuStreamSynchronize(struct stream *stream) {
   FAIL_IF_ORDERED;
-  return rightly_used(stream) ? wait_until(stream, stream->queued) : 0;
+  return rightly_used(stream) ? wait_until(stream, queued_so_far(stream)) : 0;
 }
 
 /* ---- events ---- */
@@ -359,7 +372,7 @@ int cuEventRecord(struct event *event, struct stream *stream) {
   if (!rightly_used(stream)) return 0;
   if (event->context != stream->context) violate("an event of another context was recorded");
   event->stream = stream;
-  event->number = stream->queued;
+  event->number = queued_so_far(stream);
   return 0;
 }
 
@@ -372,8 +385,13 @@ int cuEventQuery(struct event *event) {
   return event->stream == NULL || has_done(event->stream, event->number) ? 0 : NOT_READY;
 }
 
+int cuCtxSynchronize(void) {
+  for (int i = 0; i < n_streams; ++i) fake_drain(&streams[i]);
+  return 0;
+}
+
 int cuStreamQuery(struct stream *stream) {
-  return has_done(stream, stream->queued) ? 0 : NOT_READY;
+  return has_done(stream, queued_so_far(stream)) ? 0 : NOT_READY;
 }
 
 struct moment {

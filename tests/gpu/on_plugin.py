@@ -26,7 +26,7 @@ from distsolve.mpi import device  # noqa: E402
 CUDA = ctypes.CDLL("libcuda.so.1")
 CUDA.fake_violations.restype = ctypes.c_char_p
 H100 = Path(__file__).with_name("h100.textproto")
-HALF = 65536  # bytes of staging memory in a half
+HALF = device.staging_bytes()
 SIZES = (0, 1, 3, HALF // 8, 3 * HALF // 8 + 5)
 
 
@@ -79,6 +79,21 @@ CALLS = {
         lambda xs, r: xs[-1],
     ),
     "gather": (mpi.gather, lambda n, P: n, lambda xs, r: np.stack(xs) if r == 0 else xs[r]),
+    "gatherv": (
+        lambda x: mpi.gatherv(x, [x.shape[0]] * mpi.size()),
+        lambda n, P: n,
+        lambda xs, r: np.concatenate(xs) if r == 0 else xs[r],
+    ),
+    "scatter": (
+        lambda x: mpi.scatter(x if mpi.rank() == 0 else x[0], 0),
+        lambda n, P: (P, n),
+        lambda xs, r: xs[0][r],
+    ),
+    "scatterv": (
+        lambda x: mpi.scatterv(x, [x.shape[0] // mpi.size()] * mpi.size()),
+        lambda n, P: n * P,
+        lambda xs, r: np.split(xs[0], len(xs))[r],
+    ),
     "allgather": (mpi.allgather, lambda n, P: n, lambda xs, r: np.stack(xs)),
     "alltoall": (mpi.alltoall, lambda n, P: (P, n), lambda xs, r: np.stack([x[r] for x in xs])),
     "allgatherv": (
@@ -108,7 +123,7 @@ CALLS = {
     ),
     "wait": (
         lambda x: mpi.wait(mpi.iallreduce(x)),
-        lambda n, P: min(n, 1000),
+        lambda n, P: n,
         lambda xs, r: sum(xs),
     ),
 }
@@ -138,6 +153,18 @@ def check_calls():
                         equal(x, mine, ("the operand of", name))
 
 
+def check_slices():
+    """Calls on slices, and into them: XLA would like to make one piece of both."""
+    xs = [numbers(r, (2, 8192)) for r in range(mpi.size())]
+    x, total = jax.device_put(xs[mpi.rank()]), sum(xs)
+    equal(jax.jit(lambda x: mpi.allreduce(x[1]))(x), total[1], "a slice")
+    equal(jax.jit(lambda x: mpi.allgather(x[1]))(x), np.stack(xs)[:, 1], "a slice")
+    for made, row in zip(jax.jit(lambda x: mpi.allreduce((x[0], x[1])))(x), total, strict=True):
+        equal(made, row, "two slices")
+    into = jax.jit(lambda x: x.at[0].set(mpi.allreduce(x[1])))(x)
+    equal(into, np.stack([total[1], xs[mpi.rank()][1]]), "into a slice")
+
+
 def check_eager():
     """Outside jit, where a call is compiled for itself."""
     xs = [numbers(r, SIZES[-1]) for r in range(mpi.size())]
@@ -163,11 +190,8 @@ def check_stale_tail():
 
     for n in (3, 2 * HALF // 8, 100_001):
         y = np.asarray(program(jax.device_put(np.ones(n))))
-        expected = 1.0
-        for _ in range(100):
-            expected = 0.99 / P * (P * expected)
         assert (y == y[0]).all(), f"n = {n}: {(y != y[0]).sum()} elements differ"
-        np.testing.assert_allclose(y[0], expected, rtol=1e-12)
+        np.testing.assert_allclose(y[0], 0.99**100, rtol=1e-12)
 
 
 def check_programs():
@@ -192,14 +216,14 @@ def check_derivatives():
     found, tangent = total(x, x)
     equal(found, sum(xs), "jvp")
     equal(tangent, sum(xs), "jvp")
-    assert pull(x, jax.device_put(xs[0])).shape == x.shape
+    equal(pull(x, jax.device_put(xs[0])), mpi.size() * xs[0], "vjp")
 
 
 def check_memory():
     """In place: what XLA's allocator has given out at most does not grow."""
     reduce = jax.jit(mpi.allreduce, donate_argnums=0)
     size = 1 << 22
-    x = jax.device_put(np.ones(size))
+    x = jax.device_put(np.full(size, mpi.rank() + 1.0))
     x.block_until_ready()
     before = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
     for _ in range(3):
@@ -209,7 +233,8 @@ def check_memory():
     assert grown < 4096, f"{grown} bytes beside an operand of {8 * size}"
     mpi.assert_in_place(mpi.allreduce, x)
     assert CUDA.fake_pinned_bytes() <= 4 * HALF, "staging memory grew with the operand"
-    equal(x, np.full(size, float(mpi.size()) ** 3), "in place")
+    P = mpi.size()
+    equal(x, np.full(size, P * (P + 1) / 2 * P**2), "in place")
 
 
 def _solvers():
@@ -267,10 +292,9 @@ def check_compiled():
         calls = [line for line in text.splitlines() if 'custom_call_target="distsolve_' in line]
         assert calls, f"{name} makes no MPI call"
         for line in calls:
-            # In the order of the program, and not by a graph that the device replays alone.
+            # In the order of the program.
             assert "token[]" in line, line
             assert "xla_device = 1" in line, line
-        assert "command_buffer" not in text, name
 
 
 def error_of(call):
@@ -283,11 +307,9 @@ def error_of(call):
 
 
 def check_errors():
-    """An error of the driver is JAX's to raise, there and at the next call, and not after that."""
-    from mpi4py import MPI
-
+    """On one rank: JAX raises an error of the driver, there and at the next call, and not again."""
     x = jax.device_put(np.ones(SIZES[-1]))
-    reduce = jax.jit(lambda x: mpi.allreduce(x, comm=MPI.COMM_SELF))
+    reduce = jax.jit(mpi.allreduce)
     for function in ("cuMemcpyHtoDAsync_v2", "cuCtxPushCurrent_v2", "cuStreamGetCtx"):
         equal(reduce(x), np.ones(SIZES[-1]), "before")
         CUDA.fake_fail(function.encode(), 1)
@@ -315,12 +337,9 @@ def main():
     mutants = dict(text.split("=") for text in sys.argv[1:] if "=" in text)
     device.DRIVERS["cuda"].functions.update(mutants)
     asked = [text for text in sys.argv[1:] if "=" not in text]
-    if "import" in asked:
-        check_import()  # before JAX is used
     jax.ffi.register_ffi_target("fake_scale", jax.ffi.pycapsule(CUDA.fake_scale), platform="CUDA")
     for name in asked:
-        if name != "import":
-            CHECKS[name]()
+        CHECKS[name]()
         print(f"{name}: rank {mpi.rank()}", flush=True)
     violations = CUDA.fake_violations().decode()
     assert not violations, violations

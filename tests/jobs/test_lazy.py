@@ -62,14 +62,15 @@ matrix = jnp.ones((500, 500))
 jax.block_until_ready(late(matrix))
 jax.block_until_ready(add(x))
 comm.Free()
-told, x = [], jax.device_put(x, jax.devices()[1])
-for _ in range(3):
+x = jax.device_put(x, jax.devices()[1])
+told = []
+for call in (lambda: late(matrix), *3 * [lambda: jax.block_until_ready(add(x))]):
     try:
-        late(matrix) if not told else None
-        told.append((add(x) == x).all())
+        call()
     except jax.errors.JaxRuntimeError as error:
-        told.append("has been freed" in str(error))
-assert all(told), told
+        told.append(str(error))
+assert len(told) == 1 and "has been freed" in told[0], told
+assert (add(x) == x).all()
 print("both")
 """
 

@@ -28,7 +28,17 @@ import os
 exists = os.path.exists
 os.path.exists = lambda path: path == "/dev/nvidiactl" or exists(path)
 """
-CHECKS = ("import", "calls", "eager", "stale_tail", "programs", "derivatives", "memory", "road")
+CHECKS = (
+    "import",
+    "calls",
+    "slices",
+    "eager",
+    "stale_tail",
+    "programs",
+    "derivatives",
+    "memory",
+    "road",
+)
 UNPROTECTED = {"FAKE_UNPROTECTED": "1"}
 RIGHT = "MPI moved 4 MiB of device memory right"
 
@@ -87,6 +97,12 @@ def test_mpi_that_crashes_with_device_memory_gets_none(machine):
 
 def test_errors_of_the_driver(machine):
     run(machine, 1, "errors").check()
+
+
+def test_no_graph_replays_a_call(machine):
+    # The driver has no graphs: XLA fails where it would put a handler into one.
+    flags = "--xla_gpu_enable_command_buffer=CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
+    run(machine, 2, "programs", XLA_FLAGS=flags).check()
 
 
 @pytest.mark.below_jax

@@ -75,10 +75,10 @@ def test_numbers_of_halves_are_equal_on_their_ranks(world):
 
 
 def test_numbers_differ_where_another_communicator_is_used_meanwhile(world):
-    """As two threads do it, without their chance (and Open MPI hangs in two Dup at once)."""
+    """What two threads of a rank may do by chance, done by one; the other ranks have one only."""
     from mpi4py import MPI
 
-    meanwhile = [world.Dup()]
+    meanwhile = [MPI.COMM_SELF.Dup()] if world.rank == 0 else []
     both = [*meanwhile]
 
     class Interrupted(MPI.Intracomm):
@@ -91,12 +91,14 @@ def test_numbers_differ_where_another_communicator_is_used_meanwhile(world):
     both.append(Interrupted(world.Dup()))
     mpi.prepare(both[-1])
     numbers = [number(comm) for comm in both]
-    agree(len(set(numbers)) == 2, f"{numbers}")
-    agree(world.allgather(numbers) == [numbers] * world.size, f"{numbers}")
-    for factor, comm in enumerate(both, 1):
-        y = mpi.allreduce(jnp.full(3, float(factor)), comm=comm)
-        assert_allclose(y, np.full(3, float(factor * world.size)))
+    agree(len(set(numbers)) == len(both), f"{numbers}")
+    agree(world.allgather(numbers[-1]) == [numbers[-1]] * world.size, f"{numbers}")
+    right = []
+    for comm in both:
+        y = mpi.allreduce(jnp.ones(3), comm=comm)
+        right.append(np.array_equal(y, np.full(3, comm.size)))
         comm.Free()
+    agree(all(right), f"{right}")
 
 
 def test_same_communicator_is_duplicated_once(world, duplications):

@@ -128,6 +128,7 @@ cdef void *user_status(int64_t status_id) noexcept nogil
 cdef const char *identity(int64_t op, int dtype) noexcept nogil
 cdef int peer(int64_t rank) noexcept nogil
 cdef void count_call(Call call) noexcept nogil
+cdef int64_t calls_of_thread() noexcept nogil
 cdef const char *name_of(Call call) noexcept nogil
 cdef bint is_collective(Call call) noexcept nogil
 cdef bint serialized() noexcept nogil

@@ -82,8 +82,21 @@ cdef int peer(int64_t rank) noexcept nogil:
     return <int> rank
 
 
+cdef extern from *:
+    """
+    static __thread int64_t made_by_thread; /* MPI calls that are counted */
+    """
+    int64_t made_by_thread
+
+
 cdef void count_call(Call call) noexcept nogil:
+    global made_by_thread
+    made_by_thread += 1
     count_up(&calls[<int> call])
+
+
+cdef int64_t calls_of_thread() noexcept nogil:
+    return made_by_thread
 
 
 cdef const char *name_of(Call call) noexcept nogil:

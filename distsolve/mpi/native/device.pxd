@@ -29,6 +29,7 @@ cdef struct Lane:
     const Comm *comm
     Trial *trial            # of a call that is timed, or NULL
     int64_t began
+    int64_t made            # MPI calls of this thread before it
 
 cdef int open_lane(
     Frame *frame, Call call, const Comm *comm, int64_t direct, Lane *lane) noexcept nogil

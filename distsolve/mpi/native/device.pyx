@@ -15,12 +15,12 @@ Functions return 0 or ERR_DRIVER, and then `driver_error` says what the driver s
 from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uintptr_t
 from libc.stdio cimport snprintf
-from libc.stdlib cimport calloc
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from distsolve.mpi.native.abi cimport (
     ALLREDUCE, AUTO, ERR_DRIVER, ERR_NO_MEM, MAX, SIZE_CLASSES, Call, Comm, Trial, address,
-    combine_t, count_call, mpi_op, mpi_type,
+    calls_of_thread, combine_t, count_call, mpi_op, mpi_type,
 )
 from distsolve.mpi.native.ffi cimport (
     XLA_FFI_DataType_F64, Buffer, Frame, ffi_bytes, ffi_carry, ffi_on_device, ffi_stream,
@@ -169,21 +169,23 @@ cdef Buffer as_seen(const Lane *lane, const Buffer *buffer, int half) noexcept n
 
 
 cdef int make_staging(void *context, Staging **made) noexcept nogil:
+    """The memory comes last, and at once: a failure leaves none behind."""
     cdef Staging *staging = <Staging *> calloc(1, sizeof(Staging))
-    cdef int code = 0
-    cdef int i
+    cdef int code
     if staging == NULL:
         return ERR_NO_MEM
-    for i in range(2):
-        if code == 0:
-            code = answer(ALLOCATE, (<allocate_t> functions[<int> ALLOCATE])(
-                &staging.half[i], staging_half, PORTABLE))
+    code = answer(EVENT_CREATE, (<create_t> functions[<int> EVENT_CREATE])(
+        &staging.event, NO_TIMING))
     if code == 0:
-        code = answer(EVENT_CREATE, (<create_t> functions[<int> EVENT_CREATE])(
-            &staging.event, NO_TIMING))
+        code = answer(ALLOCATE, (<allocate_t> functions[<int> ALLOCATE])(
+            &staging.half[0], 2 * staging_half, PORTABLE))
+    if code != 0:
+        free(staging)
+        return code
+    staging.half[1] = staging.half[0] + staging_half
     staging.context = context
-    made[0] = staging if code == 0 else NULL
-    return code
+    made[0] = staging
+    return 0
 
 
 cdef void set_aside(Staging *staging) noexcept nogil:
@@ -234,7 +236,7 @@ cdef void choose_road(Lane *lane, Call call, int64_t direct) noexcept nogil:
     trial = &lane.comm.trials[kind + size_class(direct)]
     if trial.calls < TRIALS:
         lane.trial, lane.staged = trial, trial.calls % 2 == 1
-        lane.began = clock_now()
+        lane.began, lane.made = clock_now(), calls_of_thread()
     else:
         lane.staged = trial.staged
 
@@ -242,8 +244,11 @@ cdef void choose_road(Lane *lane, Call call, int64_t direct) noexcept nogil:
 cdef int finish_trial(Lane *lane, int failed) noexcept nogil:
     """Note how long a call took; after the last one all ranks choose what was quicker for all.
 
-    Also where the call has failed, with this code: the other ranks count it. Returns the code.
+    Also where the call has failed, with this code, after MPI: the other ranks count it. Before MPI
+    it was not made, and may be repeated. Returns the code.
     """
+    if failed and calls_of_thread() == lane.made:
+        return failed
     cdef Trial *trial = lane.trial
     cdef double mine[2]
     cdef double seconds

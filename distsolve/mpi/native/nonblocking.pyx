@@ -230,11 +230,12 @@ cdef Error *iallreduce(Frame *frame) noexcept nogil:
     cdef Visit visit
     cdef Lane *lane = &visit.lane
     cdef char *wire
+    cdef int64_t total = ffi_counts(frame, 0, n)
     cdef int64_t i, count
     cdef int code = 0
     if request == NULL:
-        return check(frame, IALLREDUCE, ERR_NO_MEM, comm, 0, NO_PEER)
-    if not enter(frame, IALLREDUCE, comm, request.count, NO_PEER, job.op, NEVER, &visit, &error):
+        return check(frame, IALLREDUCE, ERR_NO_MEM, comm, total, NO_PEER)
+    if not enter(frame, IALLREDUCE, comm, total, NO_PEER, job.op, NEVER, &visit, &error):
         free(request)
         return error
     wire = request.send
@@ -253,7 +254,7 @@ cdef Error *iallreduce(Frame *frame) noexcept nogil:
     else:
         request.done = True
         discard(request)
-    return check(frame, IALLREDUCE, leave(&visit, code), comm, 0, NO_PEER)
+    return check(frame, IALLREDUCE, leave(&visit, code), comm, total, NO_PEER)
 
 
 # comm, count; the operands are the request's number, `count` templates, and what passes through

@@ -15,7 +15,13 @@ extern __thread int depth;
 extern __thread void *current;
 extern struct stream *expected; /* that of the program whose handler is called */
 
+#define FAILURE 700 /* what a function answers that is ordered to fail */
+#define FAIL_IF_ORDERED \
+  if (fails(__func__)) return FAILURE
+
 void violate(const char *rule);
+void forget_rules(void);
+int fails(const char *function);
 char *on_device(const void *address, size_t size);
 int fake_start(void);
 void *fake_stream(long delay_us, long context);

@@ -21,50 +21,8 @@
 #define PAGE 4096
 #define MOST_PINNED 256
 #define MOST_STREAMS 256
-#define FAILURE 700
 #define OUT_OF_MEMORY 2
 #define NOT_READY 600
-
-/* ---- rules ---- */
-
-static pthread_mutex_t rules = PTHREAD_MUTEX_INITIALIZER;
-static char violations[4096];
-
-void violate(const char *rule) {
-  pthread_mutex_lock(&rules);
-  if (strstr(violations, rule) == NULL &&
-      strlen(violations) + strlen(rule) + 3 < sizeof(violations)) {
-    if (violations[0]) strcat(violations, "; ");
-    strcat(violations, rule);
-  }
-  pthread_mutex_unlock(&rules);
-}
-
-const char *fake_violations(void) { return violations; }
-
-/* ---- failures to order ---- */
-
-static char failing[64];
-static int calls_until_failure;
-
-void fake_fail(const char *function, int calls) {
-  snprintf(failing, sizeof(failing), "%s", function);
-  calls_until_failure = calls;
-}
-
-static int fails(const char *function) {
-  if (strcmp(function, failing) != 0 || --calls_until_failure > 0) return 0;
-  failing[0] = 0;
-  return 1;
-}
-
-#define FAIL_IF_ORDERED \
-  if (fails(__func__)) return FAILURE
-
-int cuGetErrorString(int code, const char **text) {
-  *text = code == FAILURE ? "as ordered" : "unknown";
-  return 0;
-}
 
 /* ---- memory ---- */
 
@@ -89,7 +47,7 @@ int fake_start(void) {
 
 void fake_reset(void) {
   arena_used = 0;
-  violations[0] = failing[0] = 0;
+  forget_rules();
 }
 
 /* Let anyone touch device memory, as where MPI takes its pointers. */

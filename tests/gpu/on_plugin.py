@@ -173,6 +173,7 @@ def check_eager():
     equal(x, xs[mpi.rank()], "the operand")
     equal(mpi.allreduce(x, donate=True), sum(xs), "in place")
     assert x.is_deleted()
+    mpi.barrier()
     both = mpi.allreduce({"a": jax.device_put(xs[mpi.rank()]), "b": 2.0})
     equal(both["a"], sum(xs), "a tree")
     equal(both["b"], 2.0 * mpi.size(), "a tree")
@@ -266,6 +267,7 @@ def _solvers():
         "cg on the fly": on_the_fly,
         "minres": lambda J, r, b: distsolve.minres(lambda v: r * v, r, space=sharded),
         "gmres": lambda J, r, b: distsolve.gmres(lambda v: r * v, r, space=sharded),
+        "lsmr": lambda J, r, b: distsolve.lsmr(J, r),
         "natural cg": natural("cg"),
         "natural dense": natural("dense"),
         "natural kernel": natural("kernel"),

@@ -81,6 +81,14 @@ def test_programs_whose_memory_mpi_takes(machine):
     run(machine, 2, *CHECKS, DISTSOLVE_GPU_MPI="direct", **UNPROTECTED).check()
 
 
+def test_memory_that_mpi_may_not_touch(machine):
+    """The direct road is taken where it is asked for: MPI fails, or crashes, on the pointers."""
+    done = run(machine, 2, "eager", DISTSOLVE_GPU_MPI="direct")
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert "MPI_Allreduce(sendbuf=MPI_IN_PLACE" in said or "Segmentation fault" in said, said
+
+
 def test_programs_in_check_mode(machine):
     run(machine, 2, "calls", "eager", "programs", DISTSOLVE_CHECK="1").check()
 
